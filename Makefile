@@ -1,0 +1,53 @@
+# Every target sets up what it needs in a virtual environment of its own; the second time that is instant.
+#   make demo ARGS="--temperature 0 --batch 16"      make test ARGS="-k survival"
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+SELECT := not full and not gpu
+# One thread per worker: the workers of pytest-xdist already use the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-full test-gpu bench lint clean
+
+help:
+	@echo "make demo | test | test-full | test-gpu | bench | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# --no-compile: byte-compiling torch takes minutes, and most of its modules are never imported.
+$(VENV)/.ready-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --no-compile -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/av-triton demo $(ARGS)
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Triton reads TRITON_INTERPRET when it is imported, so the two kinds of tests run in processes of their own:
+# tests/compiled needs the real compiler, all others run the kernels in the interpreter.
+test: lint
+	TRITON_INTERPRET=1 $(PYTEST) tests --ignore=tests/compiled -m "$(SELECT)" $(ARGS)
+	$(PYTEST) tests/compiled -m "$(SELECT)" $(ARGS)
+
+# Resumable: tests that have passed on the same sources are not run again.
+test-full: lint
+	TRITON_INTERPRET=1 $(PYTEST) -p tests.resume --resume tests --ignore=tests/compiled -m "not gpu" $(ARGS)
+	$(PYTEST) -p tests.resume --resume tests/compiled -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests -m gpu $(ARGS)
+
+bench: $(VENV)/.ready-bench
+	$(BIN)/python -m pytest benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
