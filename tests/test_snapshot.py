@@ -1,0 +1,159 @@
+import math
+import os
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from av_triton.snapshot import Snapshot, SnapshotError
+
+STRATA = ["sampled", "greedy"]
+
+
+def make(**change):
+    fields = {
+        "num_draft_positions": 3,
+        "strata": STRATA,
+        "slopes": [0.5, 0.9],
+        "intercepts": [[-0.2, -0.4, -0.6], [0.1, 0.0, -0.1]],
+        "refits": 7,
+    }
+    return Snapshot(**(fields | change))
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.data())
+def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
+    positions = data.draw(st.integers(1, 16))
+    strata = data.draw(st.lists(st.text(max_size=5), min_size=1, max_size=3, unique=True))
+    snapshot = Snapshot(
+        num_draft_positions=positions,
+        strata=strata,
+        slopes=[data.draw(finite.map(abs)) for _ in strata],
+        intercepts=[data.draw(st.lists(finite, min_size=positions, max_size=positions)) for _ in strata],
+        refits=data.draw(st.integers(0, 2**40)),
+    )
+    path = tmp_path_factory.getbasetemp() / "snapshot.json"
+    snapshot.write(path)
+    assert Snapshot.read(path, positions, tuple(strata)) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version is 2, this av_triton reads version 1"),
+        ({"num_draft_positions": 0}, "num_draft_positions is 0"),
+        ({"strata": []}, "at least one stratum"),
+        ({"strata": ["a", "a"]}, "none twice"),
+        ({"strata": ["a"]}, "1 strata have 2 slopes"),
+        ({"slopes": [0.5]}, "1 slopes"),
+        ({"slopes": [0.5, -0.1]}, r"slope of stratum 'greedy' is -0\.1"),
+        ({"slopes": [math.nan, 0.1]}, "slope of stratum 'sampled' is nan"),
+        ({"intercepts": [[0.0] * 3, [0.0] * 2]}, "'greedy' has 2 intercepts for 3 positions"),
+        ({"intercepts": [[0.0] * 3, [0.0, 0.0, math.inf]]}, "must be finite"),
+        ({"refits": -1}, "refits is -1"),
+    ],
+)
+def test_invalid_coefficients_are_refused_before_they_reach_a_file(change, message):
+    with pytest.raises(SnapshotError, match=message):
+        make(**change)
+
+
+def test_read_refuses_other_positions_and_strata(tmp_path):
+    path = tmp_path / "fit.json"
+    make().write(path)
+    with pytest.raises(SnapshotError, match=r"fit\.json: fitted for 3 draft positions, this estimator has 5; load"):
+        Snapshot.read(path, 5, STRATA)
+    with pytest.raises(SnapshotError, match=r"strata \['sampled', 'greedy'\], this estimator has \['all'\]; give"):
+        Snapshot.read(path, 3, ["all"])
+    with pytest.raises(SnapshotError, match="same order"):
+        Snapshot.read(path, 3, STRATA[::-1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"\x80\x02pickle", "not valid JSON"),
+        (b"[]", "not a file of fitted coefficients"),
+        (b"null", "not a file of fitted coefficients"),
+        (b"{}", "version is None"),
+        (b'{"version": 2, "layers": []}', "version is 2"),
+        (b'{"version": "1"}', "version is '1'"),
+        (b'{"version": 1}', ".*missing required field"),
+    ],
+)
+def test_read_refuses_foreign_and_damaged_files(tmp_path, content, message):
+    path = tmp_path / "fit.json"
+    path.write_bytes(content)
+    with pytest.raises(SnapshotError, match=rf"fit\.json: {message}.*start without it"):
+        Snapshot.read(path, 3, STRATA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slopes": [0.5, None]},
+        {"slopes": [0.5, "0.9"]},
+        {"slopes": [0.5, -1.0]},
+        {"intercepts": [[0.0] * 3]},
+        {"intercepts": [[0.0] * 3, [0.0] * 4]},
+        {"num_draft_positions": 3.5},
+        {"extra": 1},
+    ],
+)
+def test_read_refuses_altered_fields(tmp_path, change):
+    path = tmp_path / "fit.json"
+    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(make()) | change))
+    with pytest.raises(SnapshotError, match=r"fit\.json: .*start without it"):
+        Snapshot.read(path, 3, STRATA)
+
+
+def test_every_truncation_is_refused(tmp_path):
+    path = tmp_path / "fit.json"
+    make().write(path)
+    whole = path.read_bytes().rstrip()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(SnapshotError):
+            Snapshot.read(path, 3, STRATA)
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Snapshot.read(tmp_path / "none", 3, STRATA)
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+    path = tmp_path / "fit.json"
+    make(refits=1).write(path)
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(*{"fsync": (os, "fsync"), "replace": (type(path), "replace")}[step], fail)
+    with pytest.raises(OSError, match="no space left"):
+        make(refits=2).write(path)
+    monkeypatch.undo()
+    assert Snapshot.read(path, 3, STRATA).refits == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_replaced_only_when_its_content_is_on_disk(tmp_path, monkeypatch):
+    path = tmp_path / "fit.json"
+    order = []
+    for owner, name in ((os, "fsync"), (type(path), "replace")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, name=name, real=real: (order.append(name), real(*a))[1])
+    make().write(path)
+    assert order[:2] == ["fsync", "replace"]
+
+
+def test_the_file_has_the_permissions_of_any_other(tmp_path):
+    (tmp_path / "other").touch()
+    make().write(tmp_path / "fit.json")
+    assert (tmp_path / "fit.json").stat().st_mode == (tmp_path / "other").stat().st_mode
