@@ -37,7 +37,7 @@ FLAT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class DenseCost:
-    """A CostTable evaluated at every size. All arrays are read-only.
+    """A CostTable evaluated at every size.
 
     draft: float64 [max_requests + 1], ms for drafting all positions of n requests.
     verify: float64 [max_tokens + 1], ms for verifying n tokens. Both are positive and never fall; entry 0 is entry 1.
@@ -86,8 +86,6 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} = {value}: give at least 1")
         draft, _ = _curve(self.draft, self.draft_captured, max_requests)
         verify, padded = _curve(self.verify, self.captured, max_tokens)
-        for array in (draft, verify, padded):
-            array.flags.writeable = False
         return DenseCost(draft, verify, padded, bool(verify[-1] <= (1 + FLAT) * verify[0]))
 
     def refine(self, tokens: int, ms: float, requests: int | None = None, weight: float = 0.05) -> "CostTable":
@@ -358,7 +356,7 @@ def _measured_sizes(wanted: Sequence[int] | None, captured: Sequence[int], limit
 def _device_synchronize() -> Callable[[], object]:
     import torch
 
-    return torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None  # type: ignore[no-untyped-call]
+    return torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
 
 
 @contextmanager

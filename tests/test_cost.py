@@ -156,13 +156,6 @@ def test_without_eager_samples_the_last_slope_goes_on():
     assert verify_curve([(4, 1.0), (8, 2.0)], 12, captured=[4, 8])[12] == pytest.approx(3.0)
 
 
-def test_dense_arrays_are_read_only():
-    dense = CostTable(DRAFT, [(1, 1.0)]).dense(2, 2)
-    for array in (dense.draft, dense.verify, dense.padded):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
-
-
 @pytest.mark.parametrize("bounds", [(0, 4), (4, 0), (-1, 4)])
 def test_dense_refuses_empty_ranges(bounds):
     with pytest.raises(ValueError, match="at least 1"):
