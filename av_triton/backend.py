@@ -1,0 +1,41 @@
+"""Which implementation runs: the torch reference or the Triton kernel."""
+
+import os
+
+import torch
+import triton
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def backend() -> str:
+    """The value of AV_TRITON_BACKEND (default "auto": kernels on a GPU, torch references on the CPU)."""
+    value = os.environ.get("AV_TRITON_BACKEND", "auto")
+    if value not in BACKENDS:
+        raise ValueError(f"AV_TRITON_BACKEND={value!r} is not a backend: set it to one of {', '.join(BACKENDS)}")
+    return value
+
+
+def use_triton(device: torch.device) -> bool:
+    """Whether tensors on `device` take the Triton kernels; RuntimeError where they were asked for and cannot run."""
+    choice = backend()
+    if choice == "torch":
+        return False
+    if device.type == "cuda":
+        return True
+    if choice == "auto":
+        return False
+    if not triton.knobs.runtime.interpret and not _has_driver():
+        raise RuntimeError(
+            f"AV_TRITON_BACKEND=triton on {device.type} tensors needs the Triton interpreter: set TRITON_INTERPRET=1 "
+            "before the first import of triton, or use AV_TRITON_BACKEND=auto"
+        )
+    return True
+
+
+def _has_driver() -> bool:
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except RuntimeError:
+        return False
+    return True

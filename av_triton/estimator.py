@@ -1,0 +1,269 @@
+"""AcceptanceEstimator: draft logits -> acceptance probabilities, with coefficients learned from the verdicts."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import torch
+import triton
+
+from av_triton.backend import use_triton
+from av_triton.ops import accumulate as _accumulate
+from av_triton.ops._checks import INTEGERS, check_logits, check_vector, temperature_argument
+from av_triton.ops.logit_max import INVALID, MAX_VOCAB, launch_shape, logit_max_kernel, logit_max_reference
+from av_triton.ops.refit import SUMS
+from av_triton.ops.score import acceptance_score_reference
+from av_triton.ops.segmented_topk import UNSCORED
+from av_triton.ops.select import Q30, PlanState
+from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
+from av_triton.snapshot import Snapshot
+
+MAX_SLOTS = 1 << 20
+
+
+class Coefficients(msgspec.Struct, frozen=True):
+    """The fitted coefficients: p = sigmoid(slopes[s] * logit(q_max) + intercepts[s][k]) for stratum s, position k."""
+
+    strata: tuple[str, ...]
+    slopes: list[float]
+    intercepts: list[list[float]]
+    refits: int
+
+
+def check_construction(max_slots: int, num_draft_positions: int, max_rows: int) -> None:
+    """The bounds that the objects share; ValueError with the value and the remedy."""
+    if not 1 <= max_slots <= MAX_SLOTS:
+        raise ValueError(f"max_slots = {max_slots}: give the size of the engine's request pool, 1 to {MAX_SLOTS}")
+    if not 1 <= num_draft_positions <= MAX_DRAFT_POSITIONS:
+        raise ValueError(f"num_draft_positions = {num_draft_positions}: give K, 1 to {MAX_DRAFT_POSITIONS}")
+    if not 1 <= max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows = {max_rows}: give the largest batch, 1 to {MAX_ROWS} rows")
+
+
+def check_slots(name: str, slots: torch.Tensor, max_rows: int, num_slots: int, device: torch.device) -> int:
+    """Shape and dtype of a vector of slots; values too where they lie on the host. Returns the number of rows."""
+    rows = slots.shape[0] if isinstance(slots, torch.Tensor) and slots.dim() == 1 else -1
+    check_vector(name, slots, max(rows, 0), INTEGERS, device)
+    if rows > max_rows:
+        raise ValueError(f"{name} has {rows} rows: at most max_rows = {max_rows}; split the batch or raise max_rows")
+    if rows and device.type == "cpu" and not use_triton(device):
+        low, high = int(slots.min()), int(slots.max())
+        if low < -1 or high >= num_slots:
+            raise ValueError(
+                f"{name} holds {low if low < -1 else high}: slots are 0 to {num_slots - 1} (max_slots - 1), -1 for padding"
+            )
+    return rows
+
+
+class AcceptanceEstimator:
+    """Scores drafts and learns from their verdicts; all state on `device`, keyed by slot, allocated here once.
+
+    Args:
+        max_slots: size of the engine's request pool; slots are 0 to max_slots - 1, and -1 marks a padding row.
+        num_draft_positions: K.
+        device: where the logits live.
+        settings: see `Settings`.
+        max_rows: largest batch; default min(max_slots, 1024).
+
+    Raises ValueError for sizes out of bounds, and where refit_interval * max_rows * replicas could overflow the
+    fixed-point sums.
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        num_draft_positions: int,
+        device: torch.device | str = "cpu",
+        *,
+        settings: Settings | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        self.settings = settings or Settings()
+        self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
+        self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
+        check_construction(max_slots, num_draft_positions, self.max_rows)
+        self.device = torch.empty(0, device=device).device
+        labels = self.settings.refit_interval * self.max_rows * self.settings.replicas
+        if _accumulate.LARGEST_ENTRY * Q30 * labels >= 1 << 63:
+            raise ValueError(
+                f"refit_interval {self.settings.refit_interval} x max_rows {self.max_rows} x replicas "
+                f"{self.settings.replicas} = {labels} can overflow the fixed-point sums: keep it below "
+                f"{(1 << 63) // (_accumulate.LARGEST_ENTRY * Q30)}"
+            )
+        P, S = triton.next_power_of_2(num_draft_positions), len(self.settings.strata)
+        options = {"device": self.device}
+        self.state = _accumulate.EstimatorState(
+            features=torch.full((max_slots, P), INVALID, **options),
+            scores=torch.full((max_slots, P), UNSCORED, **options),
+            strata=torch.zeros(max_slots, dtype=torch.int32, **options),
+            slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32, **options),
+            intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32, **options),
+            sums=torch.zeros(S, SUMS, P, dtype=torch.int64, **options),
+            counters=torch.zeros(6, P, dtype=torch.int64, **options),
+            clock=torch.zeros(4, dtype=torch.int64, **options),
+        )
+        self._row_scores = torch.zeros(self.max_rows, P, **options)
+        self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32, **options)
+        self._partials = torch.empty(2, 0, **options)
+
+    def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
+        """New requests live in `slots`: forget their predecessors.
+
+        Args:
+            slots: int32 or int64 [n]; -1 is skipped.
+            strata: int32 [n], index into `settings.strata` (default: 0 sampled, 1 greedy, by the *request's*
+                temperature); None: 0.
+        """
+        self._reset(slots, strata, None)
+
+    def _reset(self, slots: torch.Tensor, strata: torch.Tensor | None, plan: PlanState | None) -> None:
+        n = check_slots("slots", slots, self.max_slots, self.max_slots, self.device)
+        if strata is not None:
+            check_vector("strata", strata, n, (torch.int32,), self.device)
+        survival, admitted, drafts = (None, None, None) if plan is None else (plan.survival, plan.admitted, plan.drafts)
+        _accumulate.reset(self.state, survival, admitted, drafts, slots, strata)
+
+    def score(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        position: int | None = None,
+        temperature: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """Acceptance probability of every draft, from the logits that it was drawn from.
+
+        Args:
+            logits: [B, K, V], or [B, V] at draft position `position` (0-based); float32, bfloat16 or float16,
+                vocabulary contiguous.
+            slots: int32 or int64 [B].
+            temperature: the *drafter's* temperature: None (1), a number, or float32 [B]; 0 (argmax drafts) counts as 1.
+
+        Returns:
+            float32 [B, K] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
+        """
+        rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
+        check_logits(logits, MAX_VOCAB)
+        K = self.num_draft_positions
+        want = (rows, K) if position is None else (rows,)
+        if tuple(logits.shape[:-1]) != want:
+            raise ValueError(
+                f"logits have shape {tuple(logits.shape)}: give {(*want, 'V')} for {rows} slots"
+                + ("" if position is None else f" at position {position}")
+            )
+        if position is not None and not 0 <= position < K:
+            raise ValueError(f"position = {position}: draft positions are 0 to {K - 1}")
+        if logits.device != self.device:
+            raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
+        pointer, value = temperature_argument(temperature, (rows,), self.device)
+        first, count = (0, K) if position is None else (position, 1)
+        if not use_triton(self.device):
+            self._score_torch(logits.reshape(rows, count, -1), slots, first, pointer, value)
+        elif rows:
+            self._launch_score(logits, slots, first, count, pointer, value)
+        return self._row_scores[:rows, :K] if position is None else self._row_scores[:rows, position]
+
+    def _launch_score(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        first: int,
+        count: int,
+        temperature: torch.Tensor | None,
+        value: float,
+    ) -> None:
+        s, rows, vocab = self.state, slots.shape[0], logits.shape[-1]
+        splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
+        if self._partials.shape[1] < splits * self._tickets.shape[0]:
+            self._partials = torch.empty(2, splits * self._tickets.shape[0], device=self.device)
+        logit_max_kernel[(rows * count, splits)](
+            logits, logits.stride(0), logits.stride(1) if logits.dim() == 3 else 0, vocab, chunk, count, first,
+            temperature, value, self._partials[0], self._partials[1], self._tickets, None, None,
+            s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
+            SPLITS=splits, BLOCK=block, P=s.features.shape[1], num_warps=warps,
+        )  # fmt: skip
+
+    def _score_torch(
+        self, logits: torch.Tensor, slots: torch.Tensor, first: int, temperature: torch.Tensor | None, value: float
+    ) -> None:
+        s, rows, count = self.state, *logits.shape[:2]
+        t = value if temperature is None else temperature[:, None].expand(rows, count)
+        real = (slots >= 0) & (slots < self.max_slots)
+        at, columns = slots[real].long(), slice(first, first + count)
+        f = logit_max_reference(logits, t).float()
+        stratum = s.strata[at].long()
+        p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
+        self._row_scores[:rows, columns] = 0.0
+        self._row_scores[:rows, columns][real] = p
+        s.features[at, columns], s.scores[at, columns] = f[real], p
+
+    def observe(
+        self,
+        slots: torch.Tensor,
+        accepted: torch.Tensor,
+        admitted: torch.Tensor,
+        teach: torch.Tensor | None = None,
+    ) -> None:
+        """Learn from the verdicts of one step; every `refit_interval` calls the coefficients take a Newton step.
+
+        Args:
+            slots: int32 or int64 [B].
+            accepted: int32 or int64 [B], accepted drafts without the bonus, before truncation by EOS or a length limit;
+                -1: no verdict.
+            admitted: int32 or int64 [B], drafts that were verified.
+            teach: bool [B]; False rows are counted but not learned from (their target distribution was changed by
+                something that the drafter did not see).
+        """
+        if admitted is None:
+            raise ValueError("admitted is None: an estimator on its own needs the verified lengths, int32 [B]")
+        self._observe(slots, accepted, admitted, teach, None)
+
+    def _observe(
+        self,
+        slots: torch.Tensor,
+        accepted: torch.Tensor,
+        admitted: torch.Tensor | None,
+        teach: torch.Tensor | None,
+        plan: PlanState | None,
+    ) -> None:
+        rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
+        check_vector("accepted", accepted, rows, INTEGERS, self.device)
+        if admitted is not None:
+            check_vector("admitted", admitted, rows, INTEGERS, self.device)
+        if teach is not None:
+            check_vector("teach", teach, rows, (torch.bool,), self.device)
+        c = self.settings
+        slot_admitted, slot_drafts = (None, None) if plan is None else (plan.admitted, plan.drafts)
+        _accumulate.observe(
+            self.state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, self.num_draft_positions,
+            c.refit_interval, c.ridge, c.damping, c.max_slope_step, c.max_intercept_step,
+        )  # fmt: skip
+
+    def coefficients(self) -> Coefficients:
+        """The coefficients in force. Waits for the device: for reports and files, not for the decode loop."""
+        K = self.num_draft_positions
+        return Coefficients(
+            strata=self.settings.strata,
+            slopes=self.state.slopes.tolist(),
+            intercepts=self.state.intercepts[:, :K].tolist(),
+            refits=int(self.state.clock[_accumulate.REFITS]),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the coefficients to a JSON file: a temporary file first, then renamed over `path`."""
+        now = self.coefficients()
+        Snapshot(
+            num_draft_positions=self.num_draft_positions,
+            strata=list(now.strata),
+            slopes=now.slopes,
+            intercepts=now.intercepts,
+            refits=now.refits,
+        ).write(Path(path))
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over saved coefficients. SnapshotError, and nothing changed, where the file does not fit."""
+        snapshot = Snapshot.read(Path(path), self.num_draft_positions, list(self.settings.strata))
+        slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
+        self.state.slopes.copy_(slopes)
+        self.state.intercepts[:, : self.num_draft_positions] = intercepts.to(self.device)
+        self.state.sums.zero_()
+        self.state.clock[_accumulate.CYCLE] = 0

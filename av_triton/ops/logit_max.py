@@ -1,0 +1,325 @@
+"""logits -> logit(q_max): the log-odds of the most likely token, exact for confident rows, and fused with its score.
+
+With x the logits over temperature, m their maximum and c the sum of exp(x - m) over every token but one maximiser,
+
+    q_max = 1 / (1 + c)        logit(q_max) = log(q_max / (1 - q_max)) = -log c
+
+Nothing is subtracted from a number close to itself, unlike log(sumexp - 1), which is off by 0.25 at log-odds 15.
+Two disjoint sets of tokens merge by (m1 >= m2)
+
+    (m1, c1) + (m2, c2) = (m1, c1 + (c2 + 1) exp(m2 - m1))
+
+so that splits of a row and vocabulary shards of a tensor-parallel drafter meet in two floats each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from av_triton.backend import use_triton
+from av_triton.ops._checks import check_logits, temperature_argument
+
+MAX_LOG_ODDS = 40.0
+INVALID = -40.0  # feature of a row that is all -inf or holds a NaN; finite rows have f >= -log(V - 1) > -13
+EMPTY = -3.0e38  # maximum of a set without a finite logit; its complement is 0
+MIN_TEMPERATURE = 1e-4
+MAX_VOCAB = 262_144
+
+_EMPTY = tl.constexpr(EMPTY)
+_MAX_LOG_ODDS = tl.constexpr(MAX_LOG_ODDS)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def logit_max_partial_reference(
+    logits: torch.Tensor, temperature: torch.Tensor | float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m, c) of every row, in the dtype of `logits` if that is float32 or float64, else in float32."""
+    x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    t = torch.as_tensor(0.0 if temperature is None else temperature, dtype=x.dtype, device=x.device)
+    scale = torch.where(t > 0, 1.0 / t.clamp_min(MIN_TEMPERATURE), torch.ones_like(t))
+    top, winner = x.max(dim=-1, keepdim=True)
+    e = torch.exp((x - top) * (scale[..., None] if scale.dim() else scale))
+    c = e.scatter_(-1, winner, 0.0).sum(-1)
+    top = top.squeeze(-1)
+    c = torch.where(top.isnan(), torch.nan, torch.where(top == -torch.inf, 0.0, c))
+    m = torch.where(top > EMPTY, top * scale, EMPTY)
+    return m.clamp_min(EMPTY), c
+
+
+def merge_logit_max_reference(
+    maximum: torch.Tensor, complement: torch.Tensor, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m, c) of the union of the sets along `dim`; the first maximiser keeps its own complement."""
+    m, winner = maximum.max(dim=dim, keepdim=True)
+    share = (complement + 1.0) * torch.exp(maximum - m)
+    share.scatter_(dim, winner, complement.gather(dim, winner))
+    m = m.squeeze(dim)
+    return m, torch.where(m > EMPTY, share.sum(dim), 0.0 * complement.sum(dim))
+
+
+def logit_from_partial(maximum: torch.Tensor, complement: torch.Tensor) -> torch.Tensor:
+    """f = -log c, clamped to +-40; -40 for a row without a finite logit or with a NaN. Shapes and device as given."""
+    f = -torch.log(complement)
+    f = torch.where(f.isnan() | (maximum <= EMPTY), torch.full_like(f, INVALID), f)
+    return f.clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
+
+
+def logit_max_reference(logits: torch.Tensor, temperature: torch.Tensor | float | None = None) -> torch.Tensor:
+    """logit(q_max) by the definition above; float64 in, float64 out."""
+    return logit_from_partial(*logit_max_partial_reference(logits, temperature))
+
+
+@triton.jit
+def fold(m, c, N: tl.constexpr):
+    """Merge N partials: one winner keeps its c, every other adds (c + 1) exp(m - max). Built-in reductions only:
+    a tuple reduction costs the interpreter seconds."""
+    top = tl.max(m, 0)
+    i = tl.arange(0, N)
+    winner = tl.min(tl.where(m == top, i, N), 0)
+    share = tl.where(i == winner, c, (c + 1.0) * tl.exp2((m - top) * _LOG2E))
+    return top, tl.where(top > _EMPTY, tl.sum(share, 0), 0.0 * tl.sum(c, 0))
+
+
+@triton.jit
+def row_partial(row, lo, hi, scale, BLOCK: tl.constexpr):
+    """(m, c) of row[lo:hi] in units of x / T, with one exp2 per logit. `scale` is log2(e) / T."""
+    lane = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], _EMPTY, tl.float32)
+    c = tl.zeros([BLOCK], tl.float32)
+    full = lo + tl.maximum(hi - lo, 0) // BLOCK * BLOCK
+    for j in tl.range(lo, full, BLOCK):
+        x = tl.load(row + j + lane, eviction_policy="evict_first").to(tl.float32)
+        d = x - m
+        e = tl.exp2(tl.abs(d) * -scale)
+        c = c * tl.where(d > 0.0, e, 1.0) + e
+        m = tl.maximum(m, x)
+    if full < hi:
+        x = tl.load(row + full + lane, mask=full + lane < hi, other=float("-inf")).to(tl.float32)
+        d = x - m
+        e = tl.exp2(tl.abs(d) * -scale)
+        c = c * tl.where(d > 0.0, e, 1.0) + e
+        m = tl.maximum(m, x)
+    # Clamped after scaling: for T < 1 an all -inf lane would otherwise overflow to -inf and merge to NaN.
+    return fold(tl.maximum(m * (scale / _LOG2E), _EMPTY), c, BLOCK)
+
+
+@triton.jit
+def feature_of(m, c):
+    f = tl.minimum(tl.maximum(-tl.log(c), -_MAX_LOG_ODDS), _MAX_LOG_ODDS)
+    return tl.where((m > _EMPTY) & (c == c), f, -_MAX_LOG_ODDS)
+
+
+@triton.jit
+def sigmoid_score(f, slope, intercept):
+    p = 1.0 / (1.0 + tl.exp(-(slope * f + intercept)))
+    return tl.where(f > -_MAX_LOG_ODDS, p, 0.0)
+
+
+@triton.jit(do_not_specialize=["positions", "first_position", "num_slots"])
+def logit_max_kernel(
+    logits,
+    row_stride,
+    position_stride,
+    vocab,
+    chunk,
+    positions,
+    first_position,
+    temperature,
+    temperature_value,
+    part_m,
+    part_c,
+    ticket,
+    out_m,
+    out_c,
+    features,
+    scores,
+    row_scores,
+    slots,
+    num_slots,
+    strata,
+    slopes,
+    intercepts,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    P: tl.constexpr,
+):
+    """One launch from logits to score. Grid (rows * positions, SPLITS); the last program of a row to finish merges
+    the splits, writes the result and resets the row's ticket for the next launch.
+
+    Optional pointers are None when absent: out_m/out_c (partials), features, scores and row_scores (scores; `features`
+    and `scores` are indexed by slot, `row_scores` by row), slots, strata, temperature.
+    """
+    item = tl.program_id(0)
+    split = tl.program_id(1)
+    row = (item // positions).to(tl.int64)
+    j = item % positions
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row).to(tl.int64)
+    position = first_position + j
+    if (slot >= 0) & (slot < num_slots):
+        t = temperature_value
+        if temperature is not None:
+            t = tl.load(temperature + row).to(tl.float32)
+        scale = tl.where(t > 0.0, _LOG2E / tl.maximum(t, _MIN_TEMPERATURE), _LOG2E)
+        lo = split * chunk
+        hi = tl.minimum(lo + chunk, vocab)
+        base = logits + row * row_stride + j.to(tl.int64) * position_stride
+        m, c = row_partial(base, lo, hi, scale, BLOCK)
+        last = True
+        if SPLITS > 1:
+            at = item.to(tl.int64) * SPLITS
+            tl.store(part_m + at + split, m)
+            tl.store(part_c + at + split, c)
+            last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        if last:
+            if SPLITS > 1:
+                i = tl.arange(0, SPLITS)
+                part = item.to(tl.int64) * SPLITS + i
+                m, c = fold(
+                    tl.load(part_m + part, cache_modifier=".cg"), tl.load(part_c + part, cache_modifier=".cg"), SPLITS
+                )
+                tl.store(ticket + item, 0)
+            if out_m is not None:
+                tl.store(out_m + item, m)
+                tl.store(out_c + item, c)
+            if features is not None:
+                f = feature_of(m, c)
+                tl.store(features + slot * P + position, f)
+                if scores is not None:
+                    stratum = 0
+                    if strata is not None:
+                        stratum = tl.load(strata + slot)
+                    p = sigmoid_score(f, tl.load(slopes + stratum), tl.load(intercepts + stratum * P + position))
+                    tl.store(scores + slot * P + position, p)
+                    if row_scores is not None:
+                        tl.store(row_scores + row * P + position, p)
+    elif row_scores is not None:
+        if split == 0:
+            tl.store(row_scores + row * P + position, 0.0)
+
+
+def launch_shape(vocab: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(splits, chunk, block, warps) for rows of `vocab` logits: about 16,384 logits a program, chunks that keep every
+    split 16-byte aligned. A function of the vocabulary alone, so that a changed batch size compiles nothing."""
+    block = min(8192 // itemsize, triton.next_power_of_2(max(vocab, 128)))
+    splits = min(16, triton.next_power_of_2(triton.cdiv(vocab, 16384)))
+    return splits, triton.cdiv(triton.cdiv(vocab, splits), block) * block, block, 8 if block >= 2048 else 4
+
+
+def scratch(items: int, vocab: int, itemsize: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partials float32 [2, items * splits], tickets int32 [items]) for `items` rows of `vocab` logits."""
+    splits = launch_shape(vocab, itemsize)[0]
+    return (
+        torch.empty(2, items * splits, dtype=torch.float32, device=device),
+        torch.zeros(items, dtype=torch.int32, device=device),
+    )
+
+
+def _run(
+    logits: torch.Tensor, temperature: torch.Tensor | float | None, partial: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = logits.reshape(-1, logits.shape[-1])
+    n, vocab = rows.shape
+    first, second = (torch.empty(n, dtype=torch.float32, device=rows.device) for _ in range(2))
+    if n:
+        pointer, value = temperature_argument(temperature, logits.shape[:-1], rows.device)
+        parts, ticket = scratch(n, vocab, rows.element_size(), rows.device)
+        splits, chunk, block, warps = launch_shape(vocab, rows.element_size())
+        logit_max_kernel[(n, splits)](
+            rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1], ticket,
+            first if partial else None, second if partial else None, None if partial else first, None, None,
+            None, n, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
+        )  # fmt: skip
+    return first.view(logits.shape[:-1]), second.view(logits.shape[:-1])
+
+
+@torch.library.custom_op("av_triton::logit_max", mutates_args=())
+def _logit_max(logits: torch.Tensor, temperature: torch.Tensor | None, value: float) -> torch.Tensor:
+    t = value if temperature is None else temperature
+    if use_triton(logits.device):
+        return _run(logits, t, partial=False)[0]
+    return logit_max_reference(logits, t).float()
+
+
+@_logit_max.register_fake
+def _(logits: torch.Tensor, temperature: torch.Tensor | None, value: float) -> torch.Tensor:
+    return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("av_triton::logit_max_partial", mutates_args=())
+def _logit_max_partial(
+    logits: torch.Tensor, temperature: torch.Tensor | None, value: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    t = value if temperature is None else temperature
+    if use_triton(logits.device):
+        return _run(logits, t, partial=True)
+    m, c = logit_max_partial_reference(logits, t)
+    return m.float(), c.float()
+
+
+@_logit_max_partial.register_fake
+def _(logits: torch.Tensor, temperature: torch.Tensor | None, value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    out = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    return out, torch.empty_like(out)
+
+
+@torch.library.custom_op("av_triton::merge_logit_max", mutates_args=())
+def _merge_logit_max(maximum: torch.Tensor, complement: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return merge_logit_max_reference(maximum, complement, dim)
+
+
+@_merge_logit_max.register_fake
+def _(maximum: torch.Tensor, complement: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    m = maximum.select(dim, 0)
+    return torch.empty_like(m), torch.empty_like(m)
+
+
+def logit_max(logits: torch.Tensor, temperature: torch.Tensor | float | None = None) -> torch.Tensor:
+    """Log-odds of the most likely token of softmax(logits / temperature).
+
+    Args:
+        logits: [..., V] float32, bfloat16 or float16; the last dimension contiguous, 1 <= V <= 262,144. A -inf logit is a token
+            outside the vocabulary.
+        temperature: None (1), a number, or float32 of shape [...]. Clamped to >= 1e-4; 0 (a greedy row) counts as 1.
+
+    Returns:
+        float32 [...] in [-40, 40]. -40 marks a row that is all -inf or holds a NaN. 40: the row is certain.
+
+    Error against float64: <= 2e-6 * max(1, |f|) for float32 logits.
+    """
+    check_logits(logits, MAX_VOCAB)
+    pointer, value = temperature_argument(temperature, logits.shape[:-1], logits.device)
+    return _logit_max(logits, pointer, value)
+
+
+def logit_max_partial(
+    logits: torch.Tensor, temperature: torch.Tensor | float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(maximum, complement) of one vocabulary shard, float32 [...] each, in units of logits / temperature.
+
+    Arguments as `logit_max`. Merge shards in shard order with `merge_logit_max`, so that every rank gets equal bits.
+    """
+    check_logits(logits, MAX_VOCAB)
+    pointer, value = temperature_argument(temperature, logits.shape[:-1], logits.device)
+    return _logit_max_partial(logits, pointer, value)
+
+
+def merge_logit_max(
+    maximum: torch.Tensor, complement: torch.Tensor, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(maximum, complement) of the whole vocabulary from those of its shards, stacked along `dim`.
+
+    Args:
+        maximum, complement: float32 of one shape, as `logit_max_partial` gives them.
+
+    Returns:
+        The same pair without `dim`; `logit_from_partial` turns it into the feature.
+    """
+    if maximum.shape != complement.shape or maximum.dim() == 0 or maximum.shape[dim] == 0:
+        raise ValueError(
+            f"merge_logit_max: maximum {tuple(maximum.shape)} and complement {tuple(complement.shape)} must have one "
+            f"shape with at least one shard along dim {dim}: stack the outputs of logit_max_partial"
+        )
+    return _merge_logit_max(maximum, complement, dim)

@@ -1,0 +1,153 @@
+"""One damped Newton step of the logistic regression, in float64, on the arrowhead system of its normal equations.
+
+With theta = (w, b_0 .. b_{K-1}) the Hessian has one full row and a diagonal:
+
+    ⎡ Σ a_k   B_0  B_1  ..  ⎤ ⎡ dw   ⎤   ⎡ Σ h_k ⎤        a_k = Σ p(1-p) f²    h_k = Σ (y - p) f
+    ⎢ B_0     C_0           ⎥ ⎢ db_0 ⎥ = ⎢ g_0   ⎥        B_k = Σ p(1-p) f     g_k = Σ (y - p)
+    ⎣ B_1          C_1      ⎦ ⎣ db_1 ⎦   ⎣ g_1   ⎦        C_k = Σ p(1-p)       sums over labelled drafts
+
+    dw   = (Σ h_k - Σ B_k g_k / C_k) / (Σ a_k - Σ B_k² / C_k)        the ridge is added to Σ a_k and to every C_k
+    db_k = (g_k - B_k dw) / C_k
+
+Each step is damped by n / (n + damping), clipped, and the slope kept at 0 or more; the intercepts are solved for the
+slope step actually taken. What is not finite moves by 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from av_triton.backend import use_triton
+from av_triton.ops.select import Q30
+
+# Rows of the sums int64 [..., 6, P]: Q30 but for N.
+SUMS = 6
+A, B, C, H, G, N = range(SUMS)
+
+_Q30 = tl.constexpr(float(Q30))
+
+
+def refit_reference(
+    sums: torch.Tensor,
+    slope: torch.Tensor,
+    intercepts: torch.Tensor,
+    ridge: float = 1e-3,
+    damping: float = 50.0,
+    max_slope_step: float = 0.1,
+    max_intercept_step: float = 2.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `refit`, for any leading dimensions: sums [..., 6, K], slope [...], intercepts [..., K]."""
+    a, b, c, h, g = (sums[..., i, :].double() / Q30 for i in range(5))
+    n = sums[..., N, :].double()
+    c = c + ridge
+    dw = (h.sum(-1) - (b * g / c).sum(-1)) / (a.sum(-1) + ridge - (b * b / c).sum(-1))
+    dw = dw * (n.sum(-1) / (n.sum(-1) + damping))
+    dw = torch.where(n.sum(-1) > 0, torch.nan_to_num(dw, nan=0.0, posinf=0.0, neginf=0.0), 0.0)
+    dw = torch.maximum(dw.clamp(-max_slope_step, max_slope_step), -slope.double())
+    db = (g - b * dw[..., None]) / c * (n / (n + damping))
+    db = torch.where(n > 0, torch.nan_to_num(db, nan=0.0, posinf=0.0, neginf=0.0), 0.0)
+    db = db.clamp(-max_intercept_step, max_intercept_step)
+    return (slope.double() + dw).float(), (intercepts.double() + db).float()
+
+
+@triton.jit
+def solve(sums, slope, intercepts, K, RIDGE, DAMPING, MAX_DW, MAX_DB, P: tl.constexpr):
+    """Newton step in place on one stratum's coefficients, from its sums [6, P] in memory; the sums are cleared."""
+    k = tl.arange(0, P)
+    mask = k < K
+    a = tl.load(sums + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
+    b = tl.load(sums + P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
+    c = tl.load(sums + 2 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30 + RIDGE
+    h = tl.load(sums + 3 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
+    g = tl.load(sums + 4 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
+    n = tl.load(sums + 5 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64)
+    labels = tl.sum(n, 0)
+    w = tl.load(slope).to(tl.float64)
+    dw = (tl.sum(h, 0) - tl.sum(b * g / c, 0)) / (tl.sum(a, 0) + RIDGE - tl.sum(b * b / c, 0))
+    dw = dw * (labels / (labels + DAMPING))
+    dw = tl.where((labels > 0) & (tl.abs(dw) < float("inf")), dw, 0.0)  # false for a NaN
+    dw = tl.maximum(tl.minimum(tl.maximum(dw, -MAX_DW), MAX_DW), -w)
+    db = (g - b * dw) / c * (n / (n + DAMPING))
+    db = tl.where((n > 0) & (tl.abs(db) < float("inf")), db, 0.0)
+    db = tl.minimum(tl.maximum(db, -MAX_DB), MAX_DB)
+    tl.store(slope, (w + dw).to(tl.float32))
+    old = tl.load(intercepts + k, mask=mask, other=0.0).to(tl.float64)
+    tl.store(intercepts + k, (old + db).to(tl.float32), mask=mask)
+    for i in tl.static_range(6):
+        tl.store(sums + i * P + k, tl.zeros([P], tl.int64))
+
+
+@triton.jit
+def refit_kernel(
+    sums, slope, intercepts, K,
+    RIDGE: tl.constexpr, DAMPING: tl.constexpr, MAX_DW: tl.constexpr, MAX_DB: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0)
+    solve(sums + s * 6 * P, slope + s, intercepts + s * P, K, RIDGE, DAMPING, MAX_DW, MAX_DB, P)
+
+
+@torch.library.custom_op("av_triton::refit", mutates_args=())
+def _refit(
+    sums: torch.Tensor,
+    slope: torch.Tensor,
+    intercepts: torch.Tensor,
+    ridge: float,
+    damping: float,
+    max_slope_step: float,
+    max_intercept_step: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not use_triton(sums.device):
+        return refit_reference(sums, slope, intercepts, ridge, damping, max_slope_step, max_intercept_step)
+    strata, _, positions = sums.shape
+    P = triton.next_power_of_2(positions)
+    padded = torch.nn.functional.pad(sums, (0, P - positions)).contiguous()
+    w, b = slope.clone(), torch.nn.functional.pad(intercepts, (0, P - positions)).contiguous()
+    refit_kernel[(strata,)](
+        padded, w, b, positions, RIDGE=ridge, DAMPING=damping, MAX_DW=max_slope_step, MAX_DB=max_intercept_step, P=P
+    )
+    return w, b[:, :positions].clone()
+
+
+@_refit.register_fake
+def _(
+    sums: torch.Tensor,
+    slope: torch.Tensor,
+    intercepts: torch.Tensor,
+    ridge: float,
+    damping: float,
+    max_slope_step: float,
+    max_intercept_step: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(slope), torch.empty_like(intercepts)
+
+
+def refit(
+    sums: torch.Tensor,
+    slope: torch.Tensor,
+    intercepts: torch.Tensor,
+    ridge: float = 1e-3,
+    damping: float = 50.0,
+    max_slope_step: float = 0.1,
+    max_intercept_step: float = 2.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slope, intercepts) after one damped Newton step of every stratum.
+
+    Args:
+        sums: int64 [strata, 6, K] as `accumulate` gives them.
+        slope: float32 [strata]. intercepts: float32 [strata, K].
+        ridge, damping, max_slope_step, max_intercept_step: see `Settings`.
+
+    Returns:
+        float32 [strata] and [strata, K]. A position without labels stays where it is.
+    """
+    if sums.dtype != torch.int64 or sums.dim() != 3 or sums.shape[1] != SUMS:
+        raise ValueError(f"sums are {sums.dtype} {tuple(sums.shape)}: give int64 [strata, {SUMS}, K]")
+    strata, _, positions = sums.shape
+    if slope.shape != (strata,) or intercepts.shape != (strata, positions):
+        raise ValueError(
+            f"slope {tuple(slope.shape)} and intercepts {tuple(intercepts.shape)} do not fit sums {tuple(sums.shape)}: "
+            f"give ({strata},) and ({strata}, {positions})"
+        )
+    if not (slope.dtype == intercepts.dtype == torch.float32 and slope.device == intercepts.device == sums.device):
+        raise ValueError(f"slope and intercepts must be float32 on {sums.device}, as the sums")
+    return _refit(sums, slope, intercepts, ridge, damping, max_slope_step, max_intercept_step)

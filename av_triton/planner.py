@@ -1,0 +1,199 @@
+"""VerifyPlanner: acceptance probabilities -> how many drafts of each request are verified in this step."""
+
+import warnings
+from typing import NamedTuple
+
+import torch
+import triton
+
+from av_triton.backend import use_triton
+from av_triton.cost import CostTable
+from av_triton.estimator import check_construction, check_slots
+from av_triton.ops._checks import INTEGERS, check_vector
+from av_triton.ops.budget import NO_CAP, BudgetOptions, CostArrays, propose
+from av_triton.ops.segmented_topk import PPM, check_segments, tile
+from av_triton.ops.select import UNKNOWN, VERIFY_ALL, PlanOutput, PlanState, select
+from av_triton.settings import MAX_ROWS, Settings
+
+
+class Plan(NamedTuple):
+    """What to verify in this step: views of buffers that the next `plan()` overwrites. B rows, S segments."""
+
+    admitted: torch.Tensor  # int32 [B], drafts to verify, per row
+    cu_verify: torch.Tensor  # int32 [B + 1], prefix sums of admitted + 1 (the bonus row); padding rows count 0
+    budget: torch.Tensor  # int32 [S], drafts granted to each segment
+    proposal: torch.Tensor  # int32 [S], the budget proposed for later steps; in pinned host memory on CUDA
+    draft_depth: torch.Tensor  # int32 [1], positions worth drafting in the next step (autoregressive drafters)
+
+
+class VerifyPlanner:
+    """Chooses budgets and allocates them; all state on `device`, keyed by slot, allocated here once.
+
+    The proposal is the argmax of accepted tokens per millisecond over the survivals that *earlier* plans stored for
+    the slots of the batch. Without `budget=` the proposal is in force on the device at once; with `budget=` (what the
+    host took from an earlier `Plan.proposal`) that number is in force, and the proposal is for later steps.
+
+    Args:
+        max_slots, num_draft_positions, device, settings, max_rows: as `AcceptanceEstimator`.
+        cost: step costs; None: verify all.
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        num_draft_positions: int,
+        device: torch.device | str = "cpu",
+        *,
+        cost: CostTable | None = None,
+        settings: Settings | None = None,
+        max_rows: int | None = None,
+    ) -> None:
+        self.settings = settings or Settings()
+        self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
+        self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
+        check_construction(max_slots, num_draft_positions, self.max_rows)
+        self.device = torch.empty(0, device=device).device
+        self._tile = tile(self.max_rows, num_draft_positions)
+        P = self._tile[0]
+        i32 = {"dtype": torch.int32, "device": self.device}
+        i64 = {"dtype": torch.int64, "device": self.device}
+        f64 = {"dtype": torch.float64, "device": self.device}
+        self.state = PlanState(
+            survival=torch.full((max_slots, P), UNKNOWN, device=self.device),
+            admitted=torch.zeros(max_slots, **i32),
+            drafts=torch.zeros(max_slots, **i32),
+            mean=torch.full((P,), UNKNOWN, device=self.device),
+            sums=torch.zeros(P + 1, **i64),
+            counters=torch.zeros(4, **i64),
+        )
+        segments = self.max_rows
+        self._out = PlanOutput(
+            admitted=torch.zeros(self.max_rows, **i32),
+            cu_verify=torch.zeros(self.max_rows + 1, **i32),
+            budget=torch.zeros(segments, **i32),
+            proposal=torch.full((segments,), self.settings.fixed_budget or 0, **i32),
+            depth=torch.full((segments,), num_draft_positions, **i32),
+            bypass=torch.zeros(segments, **i32),
+        )
+        self._host_proposal = self._out.proposal
+        if self.device.type == "cuda":
+            self._host_proposal = self._out.proposal.cpu().pin_memory()
+        self._ranked = torch.zeros(self.max_rows * num_draft_positions, **i64)
+        self._tickets = torch.zeros(segments, **i32)
+        max_tokens = self.max_rows * (num_draft_positions + 1) + 8192
+        self._costs = CostArrays(
+            draft=torch.zeros(self.max_rows + 1, **f64),
+            verify=torch.zeros(max_tokens + 1, **f64),
+            padded=torch.zeros(max_tokens + 1, **i32),
+        )
+        c = self.settings
+        self._options = BudgetOptions(
+            cap=NO_CAP if c.max_verify_tokens is None else c.max_verify_tokens,
+            ppm=round(c.exploration * PPM),
+            gain_ppm=round(c.minimum_gain * PPM),
+            autoregressive=c.autoregressive,
+            lookahead=c.policy == "lookahead",
+        )
+        self.inactive_reason: str | None = None
+        self.set_cost(cost)
+
+    def set_cost(self, cost: CostTable | None) -> None:
+        """Put another cost table in force, at the same addresses: captured graphs see it at their next replay.
+
+        On several ranks call it with equal tables and at the same step. A missing or flat table means that every draft
+        is verified, with one warning.
+        """
+        self.inactive_reason = None
+        if self.settings.policy == "fixed":
+            return
+        if cost is None:
+            self.inactive_reason = "no cost table: every draft is verified; measure one with CostTable.measure()"
+            return
+        dense = cost.dense(self.max_rows, len(self._costs.verify) - 1)
+        self._costs.draft.copy_(torch.from_numpy(dense.draft))
+        self._costs.verify.copy_(torch.from_numpy(dense.verify))
+        self._costs.padded.copy_(torch.from_numpy(dense.padded))
+        if dense.is_flat:
+            self.inactive_reason = (
+                "flat cost table: verifying more tokens costs nothing, so every draft is verified; "
+                "measure larger sizes, or turn adaptive verification off"
+            )
+            warnings.warn(self.inactive_reason, RuntimeWarning, stacklevel=3)
+
+    def plan(
+        self,
+        scores: torch.Tensor,
+        slots: torch.Tensor,
+        drafts: torch.Tensor | None = None,
+        non_draft_tokens: torch.Tensor | int | None = None,
+        budget: torch.Tensor | int | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> Plan:
+        """Admit the drafts with the best survival, as many as the budget says.
+
+        Args:
+            scores: float32 [max_slots, P] by *slot*, P = K rounded up to a power of two; -1: not scored (such a row is
+                verified to full depth, and first).
+            slots: int32 or int64 [B]; -1: padding. drafts: int32 or int64 [B], drafts per row; None: K.
+            non_draft_tokens: tokens of the step that are not drafts, per segment: a number or int32 [S]; None: one
+                per real row.
+            budget: drafts per segment, a number or int32 [S]; None: the proposal, decided on the device.
+            segments: int32 [S + 1], ascending offsets over the rows; None: one segment.
+        """
+        rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
+        if scores.shape != self.state.survival.shape or scores.dtype != torch.float32:
+            raise ValueError(
+                f"scores are {scores.dtype} {tuple(scores.shape)}: give float32 {tuple(self.state.survival.shape)}, by slot"
+            )
+        if drafts is not None:
+            check_vector("drafts", drafts, rows, INTEGERS, self.device)
+        count = check_segments(segments, self.device)
+        if count > self.max_rows:
+            raise ValueError(f"{count} segments: at most max_rows = {self.max_rows}")
+        for name, value in (("non_draft_tokens", non_draft_tokens), ("budget", budget)):
+            if isinstance(value, torch.Tensor):
+                check_vector(name, value, count, (torch.int32,), self.device)
+            elif value is not None and value < 0:
+                raise ValueError(f"{name} = {value}: give 0 or more, or None")
+
+        adaptive = self.settings.policy != "fixed" and self.inactive_reason is None
+        if self.settings.policy == "fixed" and budget is None:
+            budget = self.settings.fixed_budget
+        elif not adaptive and budget is None:
+            budget = VERIFY_ALL
+        inline = adaptive and budget is None
+        if inline:
+            self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=False)
+        select(
+            self.state, self._out, scores, slots, drafts, segments, count,
+            self._out.proposal[:count] if budget is None else budget,
+            self.num_draft_positions, self._options.ppm, self._tile,
+        )  # fmt: skip
+        if adaptive and not inline:
+            self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=True)
+        if self._host_proposal is not self._out.proposal:
+            self._host_proposal[:count].copy_(self._out.proposal[:count], non_blocking=True)
+        return Plan(
+            admitted=self._out.admitted[:rows],
+            cu_verify=self._out.cu_verify[: rows + 1],
+            budget=self._out.budget[:count],
+            proposal=self._host_proposal[:count],
+            draft_depth=self._out.depth[:1],
+        )
+
+    def _propose(
+        self,
+        scores: torch.Tensor,
+        slots: torch.Tensor,
+        drafts: torch.Tensor | None,
+        segments: torch.Tensor | None,
+        count: int,
+        non_draft: torch.Tensor | int | None,
+        later: bool,
+    ) -> None:
+        # After `select` the step counter already points at the next plan.
+        shift = max(self.settings.lag, 1) - 1 if later else self.settings.lag
+        propose(
+            self.state, self._out, self._costs, self._options, self._ranked, self._tickets, slots, drafts, segments,
+            count, non_draft, self.num_draft_positions, shift, later, self._tile, scores,
+        )  # fmt: skip

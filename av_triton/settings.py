@@ -1,0 +1,92 @@
+"""What a user may set. Every default comes from measurements; `docs/settings.md` says which."""
+
+from typing import Literal
+
+import msgspec
+
+# Bounds of the kernels: one program holds a [positions, rows] tile in registers.
+MAX_DRAFT_POSITIONS = 16
+MAX_ROWS = 1024
+
+# Stratum ids of the default `Settings.strata`.
+SAMPLED, GREEDY = 0, 1
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of an `AdaptiveVerifier`; invalid values raise ValueError at construction.
+
+    Learning
+        refit_interval: observed steps between two Newton steps.
+        ridge: added to the diagonal of the Hessian.
+        damping: a coefficient with n labels takes n / (n + damping) of its Newton step.
+        max_slope_step, max_intercept_step: bounds on one refit's move. Without them a batch of saturated rows
+            (f = 40) throws the slope to 1e6 in one step.
+        strata: names of the groups of requests that have coefficients of their own.
+        initial_slopes: one per stratum. initial_intercept: of every position.
+        replicas: how many replicas' sums may be added before a refit (bounds the fixed-point sums).
+
+    Planning
+        policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
+            earlier step. "fixed": `fixed_budget`. "lookahead": optimistic look-ahead over the current survivals.
+            Each of the three is lossless; argmax over the *current* survivals is not, and is not offered.
+        fixed_budget: drafts per segment under policy "fixed".
+        exploration: share of the drafts admitted at full depth whatever their score, so that a position that is no
+            longer verified keeps earning labels; 0 turns it off.
+        lag: steps between a proposal and the step that uses it (0: the device uses its own; 2: overlapped runtimes).
+        minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
+        max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
+        autoregressive: the drafter pays per position, so `Plan.draft_depth` weighs drafting cost against acceptance.
+    """
+
+    refit_interval: int = 32
+    ridge: float = 1e-3
+    damping: float = 50.0
+    max_slope_step: float = 0.1
+    max_intercept_step: float = 2.0
+    strata: tuple[str, ...] = ("sampled", "greedy")
+    initial_slopes: tuple[float, ...] = (0.5, 0.9)
+    initial_intercept: float = -0.2
+    replicas: int = 1
+
+    policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
+    fixed_budget: int | None = None
+    exploration: float = 0.01
+    lag: int = 0
+    minimum_gain: float = 0.04
+    max_verify_tokens: int | None = None
+    autoregressive: bool = False
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, remedy: str) -> None:
+            if not ok:
+                raise ValueError(f"Settings.{name} = {getattr(self, name)!r}: {remedy}")
+
+        need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
+        need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
+        need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
+        need(0 < self.max_slope_step < float("inf"), "max_slope_step", "give a positive, finite number")
+        need(0 < self.max_intercept_step < float("inf"), "max_intercept_step", "give a positive, finite number")
+        need(1 <= len(self.strata) <= 8, "strata", "name 1 to 8 strata")
+        need(len(set(self.strata)) == len(self.strata), "strata", "give every stratum a name of its own")
+        need(
+            len(self.initial_slopes) == len(self.strata) and all(0 <= w < float("inf") for w in self.initial_slopes),
+            "initial_slopes",
+            f"give one finite slope, 0 or more, for each of {len(self.strata)} strata",
+        )
+        need(abs(self.initial_intercept) < float("inf"), "initial_intercept", "give a finite number")
+        need(self.replicas >= 1, "replicas", "give a whole number, at least 1")
+        need(self.policy in ("earlier", "fixed", "lookahead"), "policy", "choose earlier, fixed or lookahead")
+        need(
+            (self.policy == "fixed") == (self.fixed_budget is not None),
+            "fixed_budget",
+            "give it with policy='fixed', and only then",
+        )
+        need(self.fixed_budget is None or self.fixed_budget >= 0, "fixed_budget", "give a whole number, 0 or more")
+        need(0 <= self.exploration <= 1, "exploration", "give a share of the drafts, 0 to 1")
+        need(0 <= self.lag <= 16, "lag", "give a whole number of steps, 0 to 16")
+        need(0.01 <= self.minimum_gain < float("inf"), "minimum_gain", "give at least 0.01")
+        need(
+            self.max_verify_tokens is None or self.max_verify_tokens >= 1,
+            "max_verify_tokens",
+            "give a whole number of tokens, at least 1, or None for no cap",
+        )
