@@ -79,7 +79,7 @@ def test_vllm_ascend_16761_profiling_keeps_to_the_bounds_of_the_run_time(asked):
         draft=lambda n: seen["draft"].add(n),
         draft_sizes=asked,
         max_requests=40,
-        captured=[512, 1024, 4096],
+        captured=[500, 1000, 4096],
         repeats=1,
         warmup=1,
         progress=False,
@@ -88,7 +88,7 @@ def test_vllm_ascend_16761_profiling_keeps_to_the_bounds_of_the_run_time(asked):
     assert max(seen["draft"]) == 40
     assert table.verify[-1][0] == 2721
     assert table.draft[-1][0] == 40
-    assert {512, 1024} <= seen["verify"] or asked
+    assert {500, 1000} <= seen["verify"] or asked
     assert min(seen["verify"]) >= 1
 
 
