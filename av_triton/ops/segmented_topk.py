@@ -10,8 +10,8 @@ A segment's `budget` drafts with the largest survival, ties by (position, row):
 Survival does not increase along k and ties favour the earlier position, so what is admitted is a prefix of each
 request. Both rules look at prefixes only, never at a drawn token, which is what keeps the output law exact.
 
-The k-th largest key is found by a binary search over the bits of the survival (positive floats order as integers);
-a radix histogram spills registers.
+The smallest admitted key is found by a binary search over the bits of the survival (positive floats order as integers);
+a radix histogram or a scan of the whole tile spills registers.
 """
 
 import torch
@@ -53,21 +53,31 @@ def admit_reference(key: torch.Tensor, drafts: torch.Tensor, budget: int) -> tor
 
 @triton.jit
 def admit(key, budget, total, P: tl.constexpr, R: tl.constexpr):
-    """1 where one of the `budget` largest keys of the tile [P, R] stands, else 0; -1 marks a place without a draft.
+    """Per row, how many of its keys are among the `budget` largest of the tile [P, R]; -1 marks a place without a draft.
 
-    The flat order of the tile is (position, row): the tie order. With budget >= total nothing is searched."""
-    flat = tl.reshape(key, [P * R])
+    Two binary searches over bits: for the smallest admitted key, and, where not all of its equals fit, for the first of
+    them in (position, row) order that does not. With budget >= total nothing is searched."""
     threshold = 0
-    bit = 1 << 29
-    for _ in range(tl.where(budget < total, 30, 0)):
+    above, reached = 0, total  # keys > threshold (the count at the last candidate refused: threshold + 1), keys >= it
+    bit = tl.where(budget < total, 1 << 29, 0)
+    while bit > 0:
         candidate = threshold | bit
-        threshold = tl.where(tl.sum((flat >= candidate).to(tl.int32), 0) >= budget, candidate, threshold)
+        count = tl.sum(tl.sum((key >= candidate).to(tl.int32), 0), 0)
+        enough = count >= budget
+        threshold = tl.where(enough, candidate, threshold)
+        reached = tl.where(enough, count, reached)
+        above = tl.where(enough, above, count)
         bit = bit >> 1
-    above = flat > threshold
-    tied = (flat == threshold).to(tl.int32)
-    left = budget - tl.sum(above.to(tl.int32), 0)
-    taken = above | ((tied == 1) & (tl.cumsum(tied, 0) - tied < left))
-    return tl.reshape(taken.to(tl.int32), [P, R])
+    length = tl.sum((key > threshold).to(tl.int32), 0)
+    place = tl.where(key == threshold, tl.arange(0, P)[:, None] * R + tl.arange(0, R)[None, :], P * R)
+    end = tl.where(reached > budget, 0, P * R)
+    bit = tl.where(reached > budget, P * R // 2, 0)
+    while bit > 0:
+        candidate = end | bit
+        count = tl.sum(tl.sum((place < candidate).to(tl.int32), 0), 0)
+        end = tl.where(above + count <= budget, candidate, end)
+        bit = bit >> 1
+    return length + tl.sum((place < end).to(tl.int32), 0)
 
 
 @triton.jit
@@ -105,8 +115,8 @@ def segmented_topk_kernel(survival, drafts, budgets, segments, admitted, rows, K
     drafted = position[:, None] < depth[None, :]
     total = tl.sum(tl.maximum(depth, 0), 0)
     budget = tl.minimum(tl.maximum(tl.load(budgets + seg).to(tl.int32), 0), total)
-    taken = admit(tl.where(drafted, s.to(tl.int32, bitcast=True), -1), budget, total, P, R)
-    tl.store(admitted + r, tl.sum(taken, 0), mask=live)
+    length = admit(tl.where(drafted, s.to(tl.int32, bitcast=True), -1), budget, total, P, R)
+    tl.store(admitted + r, length, mask=live)
 
 
 def tile(max_rows: int, positions: int) -> tuple[int, int, int]:

@@ -101,15 +101,10 @@ def select_kernel(
     slot, real = gather_slots(slots, r, live, num_slots)
     depth = gather_depth(drafts, r, real, K)
 
-    s = tl.full([P, R], 1.0, tl.float32)
-    previous = tl.full([R], 1.0, tl.float32)
-    unscored = lane < 0
+    lowest = tl.full([R], 1.0, tl.float32)
     for k in tl.static_range(P):
-        drafted = k < depth
-        p = tl.load(scores + slot * P + k, mask=drafted, other=1.0)
-        unscored = unscored | (drafted & (p < 0.0))
-        previous = tl.where(drafted, tl.where(p < 0.0, 1.0, p), previous)
-        s = tl.where(position[:, None] >= k, s * previous[None, :], s)
+        lowest = tl.minimum(lowest, tl.load(scores + slot * P + k, mask=k < depth, other=1.0))
+    unscored = lowest < 0.0
 
     step = tl.load(counters + 1)
     requests = tl.sum(real.to(tl.int32), 0)
@@ -117,29 +112,38 @@ def select_kernel(
     ahead = tl.cumsum(real.to(tl.int32), 0).to(tl.int64) - 1 - start
     explored = real & (tl.where(ahead < 0, ahead + requests, ahead) < count)
 
-    inside = position[:, None] < depth[None, :]
-    key = tl.where((explored | unscored)[None, :], _FORCED, s.to(tl.int32, bitcast=True))
+    # Column by column: a tile of survivals and its addresses kept over the search below would spill.
+    stored = real & (depth > 0)
+    known = stored & (unscored == 0)
+    forced = explored | unscored
+    s = tl.full([R], 1.0, tl.float32)
+    previous = s
+    key = tl.full([P, R], -1, tl.int32)
+    share = tl.zeros([P], tl.int64)
+    for k in range(K):
+        drafted = k < depth
+        p = tl.load(scores + slot * P + k, mask=drafted, other=1.0)
+        previous = tl.where(drafted, tl.where(p < 0.0, 1.0, p), previous)
+        s = s * previous
+        tl.store(survival + slot * P + k, tl.where(unscored, -1.0, s), mask=stored)
+        share = tl.where(position == k, tl.sum(tl.where(known, (s * _Q30).to(tl.int64), 0), 0), share)
+        column = tl.where(drafted, tl.where(forced, _FORCED, s.to(tl.int32, bitcast=True)), -1)
+        key = tl.where(position[:, None] == k, column[None, :], key)
+
     total = tl.sum(depth, 0)
     budget = budget_value
     if budgets is not None:
         budget = tl.load(budgets + seg).to(tl.int32)
     budget = tl.minimum(tl.maximum(budget, 0), total)
-    length = tl.sum(admit(tl.where(inside, key, -1), budget, total, P, R), 0)
-
-    known = real & (depth > 0) & (unscored == 0)
-    kept = tl.where(unscored[None, :], -1.0, s)
-    tl.store(
-        survival + slot[None, :] * P + position[:, None],
-        kept,
-        mask=(real & (depth > 0))[None, :] & (position[:, None] < K),
-    )
-    tl.store(admitted + r, length, mask=live)
-    tl.store(slot_admitted + slot, length, mask=real)
-    tl.store(slot_drafts + slot, depth, mask=real)
     tl.store(budget_out + seg, budget)
-    share = tl.sum(tl.where(known[None, :], (s * _Q30).to(tl.int64), 0), 1)
+    tl.store(slot_drafts + slot, depth, mask=real)
     tl.atomic_add(sums + position, share, mask=position < K, sem="relaxed")
     tl.atomic_add(sums + P, tl.sum(known.to(tl.int64), 0), sem="relaxed")
+    length = admit(key, budget, total, P, R)
+
+    slot, real = gather_slots(slots, r, live, num_slots)  # again: kept over the search they would spill
+    tl.store(admitted + r, length, mask=live)
+    tl.store(slot_admitted + slot, length, mask=real)
     tl.atomic_add(counters + 2, tl.sum((explored & (length > 0)).to(tl.int64), 0), sem="relaxed")
 
     tl.debug_barrier()
