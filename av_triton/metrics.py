@@ -3,7 +3,7 @@
 Everything is a counter, so that any window can be formed afterwards and a scrape that is missed loses nothing. The
 calibration error of a position over a window is, in PromQL,
 
-    abs(increase(av_triton_expected_accepted_total[5m]) - increase(av_triton_accepted_total[5m]))
+    abs(increase(av_triton_expected_accepted_total[5m]) - increase(av_triton_labelled_accepted_total[5m]))
       / increase(av_triton_labelled_total[5m])
 
 which is NaN, not 0, over a window without labelled drafts.
@@ -26,8 +26,9 @@ PER_POSITION = {
     "drafted": "Drafts proposed",
     "admitted": "Drafts sent to verification",
     "trimmed": "Drafts dropped before verification",
-    "labelled": "Admitted drafts up to and including the first rejection",
-    "accepted": "Labelled drafts that were accepted",
+    "accepted": "Drafts accepted",
+    "labelled": "Drafts with a verdict to learn from: admitted, up to and including the first rejection",
+    "labelled_accepted": "Labelled drafts that were accepted",
     "expected_accepted": "Sum of the acceptance probabilities of the labelled drafts",
 }
 PER_VERIFIER = {
@@ -128,7 +129,7 @@ def calibration(counters: Mapping[str, npt.NDArray[np.int64]]) -> Calibration:
     labelled = np.asarray(counters["labelled"], np.float64)
     some = np.where(labelled > 0, labelled, np.nan)
     predicted = np.asarray(counters["expected_accepted"]) / Q30 / some
-    observed = np.asarray(counters["accepted"]) / some
+    observed = np.asarray(counters["labelled_accepted"]) / some
     error = np.abs(predicted - observed)
     total = labelled.sum()
     overall = float(np.nansum(error * labelled) / total) if total else float("nan")

@@ -203,7 +203,7 @@ def budget_kernel(
         deepest = K
         if AUTOREGRESSIVE:
             deepest = tl.max(depth, 0)
-        now_ms = draft_ms * deepest.to(tl.float64) / K if AUTOREGRESSIVE else draft_ms
+        now_ms = draft_ms * deepest / K if AUTOREGRESSIVE else draft_ms
         state = 0
         best_depth = K
         if LOOKAHEAD:
@@ -219,7 +219,7 @@ def budget_kernel(
                 for d in range(1, K + 1):
                     most = tl.minimum(requests * d, room)
                     at, ratio, _end = _scan(
-                        base, n, accepted, tokens, draft_ms * d.to(tl.float64) / K, verify, num_costs, most, d, False, C
+                        base, n, accepted, tokens, draft_ms * d / K, verify, num_costs, most, d, False, C
                     )
                     best_depth = tl.where(ratio > deep_best, d, best_depth)
                     deep_choice = tl.where(ratio > deep_best, at, deep_choice)
