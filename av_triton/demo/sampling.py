@@ -1,0 +1,68 @@
+"""Drawing drafts, and speculative sampling over a ragged list of target logits; the output law is the target's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Sampler:
+    """One temperature for drafter and target, nucleus on the target only; temperature 0 is greedy."""
+
+    def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device | str = "cpu") -> None:
+        if temperature < 0 or not 0 < top_p <= 1:
+            raise ValueError(f"temperature {temperature}, top-p {top_p}: give a temperature >= 0 and 0 < top-p <= 1")
+        self.temperature, self.top_p = temperature, top_p
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draft logits [..., V] -> tokens int64 [...]."""
+        if not self.temperature:
+            return logits.argmax(-1)
+        q = torch.softmax(logits / self.temperature, -1)
+        return self._pick(q.view(-1, q.shape[-1])).view(q.shape[:-1])
+
+    def verify(
+        self, logits: Tensor, offsets: Tensor, drafts: Tensor, admitted: Tensor, draft_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Target logits [N, V] -> (accepted int64 [B], next token int64 [B]).
+
+        offsets int64 [B + 1]: row b's logits are those at offsets[b] .. offsets[b] + admitted[b].
+        drafts int64 [B, K], admitted int64 [B], draft_logits [B, K, V'] with V' <= V (not looked at when greedy).
+        """
+        steps = torch.arange(drafts.shape[1], device=drafts.device)
+        live = steps < admitted[:, None]
+        at = (offsets[:-1, None] + steps).clamp(max=len(logits) - 1)
+        if not self.temperature:
+            best = logits.argmax(-1)
+            accepted = (live & (drafts == best[at])).cumprod(1).sum(1)
+            return accepted, best[offsets[:-1] + accepted]
+        p = nucleus(logits / self.temperature, self.top_p)
+        q = torch.softmax(draft_logits / self.temperature, -1)
+        p_draft, q_draft = p[at, drafts], q.gather(2, drafts[:, :, None])[:, :, 0]
+        u = torch.rand(drafts.shape, generator=self.generator, device=drafts.device)
+        accepted = (live & (u * q_draft < p_draft)).cumprod(1).sum(1)
+        target = p[offsets[:-1] + accepted]
+        rejected = (accepted < admitted).nonzero()[:, 0]
+        residual = target[rejected]
+        residual[:, : q.shape[2]] -= q[rejected, accepted[rejected]]
+        residual.clamp_(min=0)
+        # Rounding may leave nothing where p and q agree to the last bits.
+        target[rejected] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rejected])
+        return accepted, self._pick(target)
+
+    def _pick(self, weights: Tensor) -> Tensor:
+        return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """logits [N, V] -> probabilities of the smallest set, most likely first, whose mass reaches top_p, renormalised."""
+    p = torch.softmax(logits, -1)
+    if top_p == 1:
+        return p
+    for size in (256, p.shape[1]):
+        top, at = p.topk(min(size, p.shape[1]), -1)
+        if bool((top.sum(-1) >= top_p).all()):
+            break
+    kept = top.masked_fill(top.cumsum(-1) - top >= top_p, 0)
+    return torch.zeros_like(p).scatter_(1, at, kept / kept.sum(-1, keepdim=True))
