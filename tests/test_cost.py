@@ -152,6 +152,10 @@ def test_a_sample_between_captured_sizes_counts_for_the_next():
     assert verify.tolist() == [1.0] * 5 + [2.0] * 4
 
 
+def test_of_two_samples_of_one_graph_the_slower_counts():
+    assert set(verify_curve([(5, 1.0), (8, 3.0)], 8, captured=[8])) == {3.0}
+
+
 def test_without_eager_samples_the_last_slope_goes_on():
     assert verify_curve([(4, 1.0), (8, 2.0)], 12, captured=[4, 8])[12] == pytest.approx(3.0)
 

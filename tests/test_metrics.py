@@ -2,11 +2,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from av_triton import AdaptiveVerifier
 from av_triton.metrics import MetricsCollector, StepTimes, calibration, difference, percent
 
 
@@ -23,8 +25,9 @@ def busy():
         drafted=[100, 100],
         admitted=[90, 50],
         trimmed=[10, 50],
+        accepted=[63, 12],
         labelled=[90, 40],
-        accepted=[60, 10],
+        labelled_accepted=[60, 10],
         expected_accepted=[int(63.25 * 2**30), 12 << 30],
         steps=7,
         refits=[2],
@@ -47,8 +50,9 @@ def test_vllm_51303_51874_every_counter_people_missed_is_there_by_position():
         "drafted": [100, 100],
         "admitted": [90, 50],
         "trimmed": [10, 50],
+        "accepted": [63, 12],
         "labelled": [90, 40],
-        "accepted": [60, 10],
+        "labelled_accepted": [60, 10],
         "expected_accepted": [63.25, 12],
     }
     for name, values in expected.items():
@@ -56,7 +60,7 @@ def test_vllm_51303_51874_every_counter_people_missed_is_there_by_position():
             assert registry.get_sample_value(f"av_triton_{name}_total", {"position": str(position)}) == value
     for name, value in {"steps": 7, "refits": 2, "explored": 3, "bypassed": 1}.items():
         assert registry.get_sample_value(f"av_triton_{name}_total") == value
-    assert len(families) == 10
+    assert len(families) == 11
 
 
 def test_vllm_51303_51874_predicted_against_measured_step_time():
@@ -77,7 +81,7 @@ def test_vllm_51303_51874_calibration_error_follows_from_the_counters():
 
 
 def test_vllm_metal_766_zero_drafts_are_inconclusive_not_zero():
-    idle = Verifier(labelled=[0, 0], accepted=[0, 0], expected_accepted=[0, 0])
+    idle = Verifier(labelled=[0, 0], labelled_accepted=[0, 0], expected_accepted=[0, 0])
     result = calibration(idle.counters())
     for values in (result.predicted, result.observed, result.error, result.overall):
         assert np.isnan(values).all()
@@ -87,11 +91,52 @@ def test_vllm_metal_766_zero_drafts_are_inconclusive_not_zero():
 
 
 def test_vllm_metal_766_a_position_without_labels_does_not_blur_the_others():
-    starved = Verifier(labelled=[10, 0], accepted=[5, 0], expected_accepted=[6 << 30, 0])
+    starved = Verifier(labelled=[10, 0], labelled_accepted=[5, 0], expected_accepted=[6 << 30, 0])
     result = calibration(starved.counters())
     assert result.error[0] == pytest.approx(0.1)
     assert np.isnan(result.error[1])
     assert result.overall == pytest.approx(0.1)
+
+
+def run(verifier, slots):
+    """Steps over `slots`, whose first draft alone is accepted."""
+    slots = torch.tensor(slots, dtype=torch.int32)
+    logits = torch.randn(len(slots), 2, 64, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        verifier.score(logits, slots)
+        verifier.plan(slots)
+        verifier.observe(slots, torch.ones(len(slots), dtype=torch.int32))
+
+
+def test_a_real_verifier_is_scraped_and_adds_up():
+    verifier = AdaptiveVerifier(8, 2)
+    verifier.reset(torch.arange(8, dtype=torch.int32))
+    families, registry = scrape(MetricsCollector(verifier))
+    assert len(families) == 11
+    run(verifier, [0, 1, 2, 3])
+
+    def value(name, position):
+        return registry.get_sample_value(f"av_triton_{name}_total", {"position": str(position)})
+
+    assert registry.get_sample_value("av_triton_steps_total") == 3
+    for position in (0, 1):
+        assert value("drafted", position) == 12
+        assert value("admitted", position) + value("trimmed", position) == 12
+        assert value("labelled_accepted", position) <= value("labelled", position) <= value("admitted", position)
+        assert 0 < value("expected_accepted", position) < value("labelled", position)
+    assert value("labelled_accepted", 0) == value("labelled", 0) == 12
+    assert value("labelled_accepted", 1) == 0
+
+
+def test_sglang_confidence_metrics_padded_rows_leave_every_metric_unchanged():
+    plain, padded = (AdaptiveVerifier(8, 2) for _ in range(2))
+    for verifier in (plain, padded):
+        verifier.reset(torch.arange(8, dtype=torch.int32))
+    # Padding behind the real rows, which so keep their logits.
+    run(plain, [0, 1, 2])
+    run(padded, [0, 1, 2, -1, -1])
+    for name, values in plain.counters().items():
+        np.testing.assert_array_equal(padded.counters()[name], values, err_msg=name)
 
 
 def test_constant_labels_are_on_every_sample():
@@ -99,7 +144,7 @@ def test_constant_labels_are_on_every_sample():
     for family in families.values():
         for sample in family.samples:
             assert (sample.labels["model"], sample.labels["rank"]) == ("a", "3")
-    assert len(families) == 12
+    assert len(families) == 13
 
 
 def test_two_verifiers_share_a_registry_by_their_labels():
@@ -151,7 +196,7 @@ def test_the_calibration_of_a_window_is_that_of_its_own_drafts(first, second):
         labelled = np.array([n for n, _, _ in rows[:size]], np.int64)
         accepted = np.array([int(n * share) for n, share, _ in rows[:size]], np.int64)
         expected = np.array([int(n * p * 2**30) for n, _, p in rows[:size]], np.int64)
-        return {"labelled": labelled, "accepted": accepted, "expected_accepted": expected}
+        return {"labelled": labelled, "labelled_accepted": accepted, "expected_accepted": expected}
 
     before, window = read(first), read(second)
     after = {name: before[name] + window[name] for name in window}
