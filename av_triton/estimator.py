@@ -50,7 +50,8 @@ def check_slots(name: str, slots: torch.Tensor, max_rows: int, num_slots: int, d
         low, high = int(slots.min()), int(slots.max())
         if low < -1 or high >= num_slots:
             raise ValueError(
-                f"{name} holds {low if low < -1 else high}: slots are 0 to {num_slots - 1} (max_slots - 1), -1 for padding"
+                f"{name} holds {low if low < -1 else high}: slots are 0 to {num_slots - 1} (max_slots - 1), "
+                "-1 for padding"
             )
     return rows
 
@@ -91,20 +92,20 @@ class AcceptanceEstimator:
                 f"{(1 << 63) // (_accumulate.LARGEST_ENTRY * Q30)}"
             )
         P, S = triton.next_power_of_2(num_draft_positions), len(self.settings.strata)
-        options = {"device": self.device}
-        self.state = _accumulate.EstimatorState(
-            features=torch.full((max_slots, P), INVALID, **options),
-            scores=torch.full((max_slots, P), UNSCORED, **options),
-            strata=torch.zeros(max_slots, dtype=torch.int32, **options),
-            slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32, **options),
-            intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32, **options),
-            sums=torch.zeros(S, SUMS, P, dtype=torch.int64, **options),
-            counters=torch.zeros(6, P, dtype=torch.int64, **options),
-            clock=torch.zeros(4, dtype=torch.int64, **options),
-        )
-        self._row_scores = torch.zeros(self.max_rows, P, **options)
-        self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32, **options)
-        self._partials = torch.empty(2, 0, **options)
+        with self.device:
+            self.state = _accumulate.EstimatorState(
+                features=torch.full((max_slots, P), INVALID),
+                scores=torch.full((max_slots, P), UNSCORED),
+                strata=torch.zeros(max_slots, dtype=torch.int32),
+                slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
+                intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
+                sums=torch.zeros(S, SUMS, P, dtype=torch.int64),
+                counters=torch.zeros(6, P, dtype=torch.int64),
+                clock=torch.zeros(4, dtype=torch.int64),
+            )
+            self._row_scores = torch.zeros(self.max_rows, P)
+            self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
+            self._partials = torch.empty(2, 0)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`: forget their predecessors.

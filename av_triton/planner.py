@@ -4,9 +4,7 @@ import warnings
 from typing import NamedTuple
 
 import torch
-import triton
 
-from av_triton.backend import use_triton
 from av_triton.cost import CostTable
 from av_triton.estimator import check_construction, check_slots
 from av_triton.ops._checks import INTEGERS, check_vector
@@ -55,37 +53,34 @@ class VerifyPlanner:
         self.device = torch.empty(0, device=device).device
         self._tile = tile(self.max_rows, num_draft_positions)
         P = self._tile[0]
-        i32 = {"dtype": torch.int32, "device": self.device}
-        i64 = {"dtype": torch.int64, "device": self.device}
-        f64 = {"dtype": torch.float64, "device": self.device}
-        self.state = PlanState(
-            survival=torch.full((max_slots, P), UNKNOWN, device=self.device),
-            admitted=torch.zeros(max_slots, **i32),
-            drafts=torch.zeros(max_slots, **i32),
-            mean=torch.full((P,), UNKNOWN, device=self.device),
-            sums=torch.zeros(P + 1, **i64),
-            counters=torch.zeros(4, **i64),
-        )
-        segments = self.max_rows
-        self._out = PlanOutput(
-            admitted=torch.zeros(self.max_rows, **i32),
-            cu_verify=torch.zeros(self.max_rows + 1, **i32),
-            budget=torch.zeros(segments, **i32),
-            proposal=torch.full((segments,), self.settings.fixed_budget or 0, **i32),
-            depth=torch.full((segments,), num_draft_positions, **i32),
-            bypass=torch.zeros(segments, **i32),
-        )
+        max_tokens = self.max_rows * (num_draft_positions + 1) + 8192
+        with self.device:
+            self.state = PlanState(
+                survival=torch.full((max_slots, P), UNKNOWN),
+                admitted=torch.zeros(max_slots, dtype=torch.int32),
+                drafts=torch.zeros(max_slots, dtype=torch.int32),
+                mean=torch.full((P,), UNKNOWN),
+                sums=torch.zeros(P + 1, dtype=torch.int64),
+                counters=torch.zeros(4, dtype=torch.int64),
+            )
+            self._out = PlanOutput(
+                admitted=torch.zeros(self.max_rows, dtype=torch.int32),
+                cu_verify=torch.zeros(self.max_rows + 1, dtype=torch.int32),
+                budget=torch.zeros(self.max_rows, dtype=torch.int32),
+                proposal=torch.full((self.max_rows,), self.settings.fixed_budget or 0, dtype=torch.int32),
+                depth=torch.full((self.max_rows,), num_draft_positions, dtype=torch.int32),
+                bypass=torch.zeros(self.max_rows, dtype=torch.int32),
+            )
+            self._ranked = torch.zeros(self.max_rows * num_draft_positions, dtype=torch.int64)
+            self._tickets = torch.zeros(self.max_rows, dtype=torch.int32)
+            self._costs = CostArrays(
+                draft=torch.zeros(self.max_rows + 1, dtype=torch.float64),
+                verify=torch.zeros(max_tokens + 1, dtype=torch.float64),
+                padded=torch.zeros(max_tokens + 1, dtype=torch.int32),
+            )
         self._host_proposal = self._out.proposal
         if self.device.type == "cuda":
             self._host_proposal = self._out.proposal.cpu().pin_memory()
-        self._ranked = torch.zeros(self.max_rows * num_draft_positions, **i64)
-        self._tickets = torch.zeros(segments, **i32)
-        max_tokens = self.max_rows * (num_draft_positions + 1) + 8192
-        self._costs = CostArrays(
-            draft=torch.zeros(self.max_rows + 1, **f64),
-            verify=torch.zeros(max_tokens + 1, **f64),
-            padded=torch.zeros(max_tokens + 1, **i32),
-        )
         c = self.settings
         self._options = BudgetOptions(
             cap=NO_CAP if c.max_verify_tokens is None else c.max_verify_tokens,
@@ -143,7 +138,8 @@ class VerifyPlanner:
         rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
         if scores.shape != self.state.survival.shape or scores.dtype != torch.float32:
             raise ValueError(
-                f"scores are {scores.dtype} {tuple(scores.shape)}: give float32 {tuple(self.state.survival.shape)}, by slot"
+                f"scores are {scores.dtype} {tuple(scores.shape)}: give float32 {tuple(self.state.survival.shape)}, "
+                "one row per slot"
             )
         if drafts is not None:
             check_vector("drafts", drafts, rows, INTEGERS, self.device)

@@ -33,8 +33,8 @@ class AdaptiveVerifier:
     """Adaptive verification for one drafter/target pair, on one device and one stream.
 
     Per step: `score` (the drafter's logits), `plan` (what to verify), the target's forward, `observe` (the verdicts).
-    The steady state neither synchronises with the host nor allocates; on a GPU every call is one launch (plan: two) that
-    a CUDA graph can capture.
+    The steady state neither synchronises with the host nor allocates; on a GPU every call is one launch (plan: two)
+    that a CUDA graph can capture.
 
         verifier = AdaptiveVerifier(max_slots=256, num_draft_positions=7, device="cuda", cost=cost)
         verifier.reset(new_slots)
@@ -70,7 +70,7 @@ class AdaptiveVerifier:
         self._scored = False
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
-        """New requests live in `slots`; see `AcceptanceEstimator.reset`. A late verdict for a predecessor is ignored."""
+        """New requests live in `slots`; late verdicts for the old ones are ignored. See `AcceptanceEstimator.reset`."""
         self.estimator._reset(slots, strata, self.planner.state)
 
     def score(
@@ -131,8 +131,9 @@ class AdaptiveVerifier:
     def counters(self) -> dict[str, npt.NDArray[np.int64]]:
         """Totals since construction, int64: [K] per draft position, and scalars. Waits for the device.
 
-        drafted, admitted, trimmed, accepted: drafts. labelled: drafts with a verdict to learn from; labelled_accepted: of
-        those, accepted; expected_accepted: sum of their scores in Q30. steps, refits, explored, bypassed.
+        drafted, admitted, trimmed, accepted: drafts. labelled: drafts with a verdict to learn from;
+        labelled_accepted: of those, accepted; expected_accepted: sum of their scores in Q30.
+        steps, refits, explored, bypassed: scalars.
         """
         K = self.estimator.num_draft_positions
         rows = self.estimator.state.counters[:, :K].cpu().numpy()

@@ -25,7 +25,7 @@ def temperature_argument(
         return None, 0.0
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
         if tuple(temperature.shape) != tuple(shape):
-            raise ValueError(f"temperature has shape {tuple(temperature.shape)}: give one value per row, {tuple(shape)}")
+            raise ValueError(f"temperature has shape {tuple(temperature.shape)}: give one value a row, {tuple(shape)}")
         if temperature.device != device or temperature.dtype != torch.float32:
             raise ValueError(
                 f"temperature is {temperature.dtype} on {temperature.device}: give float32 on {device}, as the logits"

@@ -1,13 +1,13 @@
 """labelled drafts -> sums of the log-loss's Hessian and gradient, and, when a cycle is full, the Newton step.
 
-Draft k of a request with a accepted of v admitted drafts is labelled where k <= a and k < v: y = 1 if k < a, else 0 (the
-first rejection); what was trimmed or comes after a rejection has no label. With p recomputed from the stored feature f and
-the coefficients in force, each labelled draft adds, per stratum and position,
+Draft k of a request with a accepted of v admitted drafts is labelled where k <= a and k < v: y = 1 if k < a, else 0
+(the first rejection); what was trimmed or comes after a rejection has no label. With p recomputed from the stored
+feature f and the coefficients in force, each labelled draft adds, per stratum and position,
 
     p(1-p) f²    p(1-p) f    p(1-p)    (y-p) f    y-p    1
 
-Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order of
-rows, replay or split over ranks gives the same bits. |f| <= 40 and p(1-p) <= 1/4 bound an entry by 400 * 2^30.
+Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
+of rows, replay or split over ranks gives the same bits. |f| <= 40 and p(1-p) <= 1/4 bound an entry by 400 * 2^30.
 """
 
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def accumulate_reference(
     teach: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `accumulate`; contributions in the dtype of `features`."""
-    rows, positions = features.shape
+    positions = features.shape[1]
     group = torch.zeros_like(accepted).long() if strata is None else strata.long()
     k = torch.arange(positions, device=features.device)
     a = accepted[:, None]
@@ -178,7 +178,7 @@ def observe(
     """Learn from one verified step: one launch that accumulates, counts, and refits every `interval` calls.
 
     Args:
-        slot_admitted, slot_drafts: int32 [slots], what the last plan recorded; cleared here, so that a verdict counts once.
+        slot_admitted, slot_drafts: int32 [slots], what the last plan recorded; cleared, so that a verdict counts once.
         slots: int32 or int64 [rows]. accepted: integers [rows], -1 for a row without a verdict.
         admitted: integers [rows], or None for `slot_admitted`. teach: bool [rows] or None for all.
     """
@@ -373,8 +373,8 @@ def accumulate(
     strata: torch.Tensor | None = None,
     teach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Hessian and gradient sums of the labelled drafts of one step (see the module's formulas). Sums of several steps or
-    ranks are added as they are: integers, so in any order.
+    """Hessian and gradient sums of the labelled drafts of one step (see the module's formulas). Sums of several steps
+    or ranks are added as they are: integers, so in any order.
 
     Args:
         features: float32 [rows, K]; -40 (invalid) teaches nothing.
@@ -395,7 +395,8 @@ def accumulate(
     check_vector("admitted", admitted, rows, INTEGERS, features.device)
     if slope.dim() != 1 or intercepts.shape != (slope.shape[0], positions):
         raise ValueError(
-            f"slope {tuple(slope.shape)} and intercepts {tuple(intercepts.shape)}: give [strata] and [strata, {positions}]"
+            f"slope {tuple(slope.shape)} and intercepts {tuple(intercepts.shape)}: give [strata] and "
+            f"[strata, {positions}]"
         )
     if strata is not None:
         check_vector("strata", strata, rows, (torch.int32,), features.device)

@@ -6,9 +6,9 @@ With s sorted descending over the segment's drafts and R sampling requests (each
     cost(n)               = draft_cost[R] + verify_cost[non-draft tokens + n]      milliseconds
     budget                = argmax over n of estimated accepted(n) / cost(n)       smallest n on ties
 
-The argmax is exact and global: the cost is a staircase (a captured graph runs at its padded size), so the ratio has many
-local maxima. Survivals are quantised to Q30 before they are summed and ratios are float64, so that every rank and every
-backend takes the same side of a near-tie.
+The argmax is exact and global: the cost is a staircase (a captured graph runs at its padded size), so the ratio has
+many local maxima. Survivals are quantised to Q30 before they are summed and ratios are float64, so that every rank and
+every backend takes the same side of a near-tie.
 
 Lossless only for survivals of an *earlier* step. With current ones the sum over later positions, which depend on drawn
 tokens, decides whether earlier drafts are verified. `lookahead` may use current ones: it goes down the ranking and
@@ -18,6 +18,7 @@ survive as well as the next one, an upper bound that is known before they are dr
 Sorting is ranking by counting, spread over programs; the last program of a segment sums, divides and chooses.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -229,7 +230,7 @@ def budget_kernel(
                     limit = tl.minimum(requests * best_depth, room)
             if bypass is not None:
                 was = tl.load(bypass + seg)
-                threshold = gain_ppm.to(tl.float64) / _PPM * tl.where(was > 0, _HYSTERESIS, 1.0)
+                threshold = tl.cast(gain_ppm, tl.float64) / _PPM * tl.where(was > 0, _HYSTERESIS, 1.0)
                 state = (best / at_limit - 1.0 < threshold).to(tl.int32)
                 choice = tl.where(state > 0, limit, choice)
         if mean is not None:
@@ -240,7 +241,7 @@ def budget_kernel(
             count, _start = explored_rows(tl.load(counters + 1) + shift, requests, ppm)
             choice = tl.maximum(choice, tl.minimum(count * K, limit.to(tl.int64)).to(tl.int32))
             best_depth = tl.where(count > 0, K, best_depth)
-            tl.atomic_add(counters + 3, state.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters + 3, tl.cast(state, tl.int64), sem="relaxed")
         if padded is not None:
             size = tl.load(padded + tl.minimum(tokens + choice, num_costs - 1))
             choice = tl.minimum(tl.maximum(size - tokens, choice), limit)
@@ -310,7 +311,7 @@ def choose_budget_reference(
     rows, positions = survival.shape
     offsets = [0, rows] if segments is None else segments.tolist()
     budgets = []
-    for seg, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         inside = torch.arange(positions, device=survival.device) < drafts[first:last, None]
         q, _ = _ranked(survival[first:last], inside)
         requests = last - first if sampling_requests is None else int(sampling_requests[seg])
@@ -352,7 +353,7 @@ def propose(
     if not use_triton(scores.device):
         _propose_torch(state, out, costs, options, slots, drafts, segments, non_draft, positions, shift, later, scores)
         return
-    P, R, warps = tile
+    P, R, _ = tile
     rows = slots.shape[0]
     on_device = isinstance(non_draft, torch.Tensor)
     budget_kernel[(num_segments, max(1, triton.cdiv(rows * positions, RANKED)))](
@@ -383,7 +384,7 @@ def _propose_torch(
     offsets = [0, rows] if segments is None else [min(max(o, 0), rows) for o in segments.tolist()]
     step = int(state.counters[STEPS]) + shift
     column = torch.arange(positions, device=slots.device)
-    for seg, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         slot = slots[first:last].long()
         real = (slot >= 0) & (slot < scores.shape[0])
         at = slot[real]
@@ -498,8 +499,8 @@ def choose_budget(
     Args:
         survival: float32 [rows, K], rows <= 1024, K <= 16, of an **earlier** step (see the module's docstring).
         drafts: int32 or int64 [rows].
-        cost: float64 [N + 1] or [S, N + 1], milliseconds of the step with n = 0, 1, ... admitted drafts; positive. Beyond N
-            the last value holds.
+        cost: float64 [N + 1] or [S, N + 1], milliseconds of the step with n = 0, 1, ... admitted drafts; positive.
+            Beyond N the last value holds.
         sampling_requests: int32 [S], requests that get a token in any case; None: the rows of the segment.
         segments: int32 [S + 1] offsets over the rows; None: one segment.
         limit: largest budget allowed; None: all drafts.
@@ -518,7 +519,9 @@ def choose_budget(
     check_vector("drafts", drafts, rows, INTEGERS, survival.device)
     count = check_segments(segments, survival.device)
     if cost.dtype != torch.float64 or cost.device != survival.device or cost.dim() not in (1, 2) or not cost.numel():
-        raise ValueError(f"cost is {cost.dtype} {tuple(cost.shape)} on {cost.device}: give float64 [N + 1] or [S, N + 1]")
+        raise ValueError(
+            f"cost is {cost.dtype} {tuple(cost.shape)} on {cost.device}: give float64 [N + 1] or [S, N + 1]"
+        )
     if cost.dim() == 2 and cost.shape[0] != count:
         raise ValueError(f"cost has {cost.shape[0]} rows: give one for each of {count} segments")
     if sampling_requests is not None:

@@ -195,7 +195,7 @@ def logit_max_kernel(
                     tl.store(scores + slot * P + position, p)
                     if row_scores is not None:
                         tl.store(row_scores + row * P + position, p)
-    elif row_scores is not None:
+    elif row_scores is not None:  # noqa: SIM102 (settled at compile time, unlike the inner test)
         if split == 0:
             tl.store(row_scores + row * P + position, 0.0)
 
@@ -280,8 +280,8 @@ def logit_max(logits: torch.Tensor, temperature: torch.Tensor | float | None = N
     """Log-odds of the most likely token of softmax(logits / temperature).
 
     Args:
-        logits: [..., V] float32, bfloat16 or float16; the last dimension contiguous, 1 <= V <= 262,144. A -inf logit is a token
-            outside the vocabulary.
+        logits: [..., V] float32, bfloat16 or float16; the last dimension contiguous, 1 <= V <= 262,144. A -inf logit
+            is a token outside the vocabulary.
         temperature: None (1), a number, or float32 of shape [...]. Clamped to >= 1e-4; 0 (a greedy row) counts as 1.
 
     Returns:

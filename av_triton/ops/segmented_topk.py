@@ -37,7 +37,7 @@ def segmented_topk_reference(
     key = torch.where(survival > 0, survival, torch.zeros_like(survival)).cummin(1).values
     offsets = [0, survival.shape[0]] if segments is None else segments.tolist()
     admitted = torch.zeros(survival.shape[0], dtype=torch.int32, device=survival.device)
-    for first, last, budget in zip(offsets, offsets[1:], budgets.tolist(), strict=False):
+    for first, last, budget in zip(offsets[:-1], offsets[1:], budgets.tolist(), strict=True):
         admitted[first:last] = admit_reference(key[first:last], drafts[first:last], budget)
     return admitted
 

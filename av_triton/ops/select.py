@@ -12,6 +12,7 @@ Beyond d the stored survival goes on with the last conditional score, so that a 
 with an unscored draft stores "unknown" (-1) and later counts at the mean survival of the rows planned last.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -246,7 +247,7 @@ def _select_torch(
 
     step = int(state.counters[STEPS])
     admitted = torch.zeros(rows, dtype=torch.int32, device=device)
-    for seg, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         rank = torch.cumsum(real[first:last].long(), 0) - 1
         requests = int(real[first:last].sum())
         count, start = explored_rows_reference(step, requests, ppm)
