@@ -1,4 +1,4 @@
-"""What a user may set. Every default comes from measurements; `docs/settings.md` says which."""
+"""What a user may set, and the bounds of the kernels."""
 
 from typing import Literal
 
