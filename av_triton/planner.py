@@ -102,18 +102,21 @@ class VerifyPlanner:
         if self.settings.policy == "fixed":
             return
         if cost is None:
-            self.inactive_reason = "no cost table: every draft is verified; measure one with CostTable.measure()"
+            self._verify_all("no cost table: every draft is verified; measure one with CostTable.measure()")
             return
         dense = cost.dense(self.max_rows, len(self._costs.verify) - 1)
         self._costs.draft.copy_(torch.from_numpy(dense.draft))
         self._costs.verify.copy_(torch.from_numpy(dense.verify))
         self._costs.padded.copy_(torch.from_numpy(dense.padded))
         if dense.is_flat:
-            self.inactive_reason = (
+            self._verify_all(
                 "flat cost table: verifying more tokens costs nothing, so every draft is verified; "
                 "measure larger sizes, or turn adaptive verification off"
             )
-            warnings.warn(self.inactive_reason, RuntimeWarning, stacklevel=3)
+
+    def _verify_all(self, reason: str) -> None:
+        self.inactive_reason = reason
+        warnings.warn(reason, RuntimeWarning, stacklevel=4)
 
     def plan(
         self,
