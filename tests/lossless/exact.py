@@ -215,7 +215,7 @@ def output_law(
     every = tuple(range(len(requests)))
     batches = [every] * steps if batches is None else batches
     view_cache: dict[tuple[int, Tokens, int], dict[View, list[tuple[Tokens, Fraction]]]] = {}
-    law_cache: dict[tuple[int, Tokens, int, View, int], list[tuple[int, Tokens, Fraction]]] = {}
+    law_cache: dict[tuple, list[tuple[int, tuple[Tokens, Tokens], Fraction]]] = {}
 
     def views(r: int, context: Tokens, depth: int) -> dict[View, list[tuple[Tokens, Fraction]]]:
         key = r, context, depth
@@ -233,14 +233,20 @@ def output_law(
                     found[tuple(view)].append((drafts, mass))
         return view_cache[key]
 
-    def verified(r: int, context: Tokens, depth: int, view: View, length: int) -> list[tuple[int, Tokens, Fraction]]:
-        key = r, context, depth, view, length
+    def verified(
+        r: int, row: tuple[Tokens, Tokens], depth: int, view: View, length: int, last: bool
+    ) -> list[tuple[int, tuple[Tokens, Tokens], Fraction]]:
+        output, context = row
+        key = r, row, depth, view, length, last
         if key not in law_cache:
-            law: VerdictLaw = defaultdict(Fraction)
+            law: dict[tuple[int, tuple[Tokens, Tokens]], Fraction] = defaultdict(Fraction)
             for drafts, mass in views(r, context, depth)[view]:
-                for outcome, p in verification(requests[r], context, drafts, length).items():
-                    law[outcome] += mass * p
-            law_cache[key] = [(accepted, tokens, p) for (accepted, tokens), p in law.items() if p]
+                for (accepted, tokens), p in verification(requests[r], context, drafts, length).items():
+                    after = (output + tokens)[:horizon], requests[r].target.context(context + tokens)
+                    if last:  # only what is emitted counts now
+                        accepted, after = 0, (after[0], after[1] if len(after[0]) < horizon else ())
+                    law[accepted, after] += mass * p
+            law_cache[key] = [(accepted, after, p) for (accepted, after), p in law.items() if p]
         return law_cache[key]
 
     start = tuple(((), ()) for _ in requests)
@@ -262,13 +268,14 @@ def output_law(
         lengths_used.append(used)
         states = defaultdict(Fraction)
         for (planned, rows, depths, shown, lengths), weight in cases.items():
-            laws = [verified(r, rows[r][1], d, v, n) for r, d, v, n in zip(batch, depths, shown, lengths, strict=True)]
+            laws = [
+                verified(r, rows[r], d, v, n, last) for r, d, v, n in zip(batch, depths, shown, lengths, strict=True)
+            ]
             for outcomes in itertools.product(*laws):
                 mass, after = weight, list(rows)
-                for r, (_, tokens, p) in zip(batch, outcomes, strict=True):
+                for r, (_, row, p) in zip(batch, outcomes, strict=True):
                     mass *= p
-                    output, context = rows[r]
-                    after[r] = (output + tokens)[:horizon], requests[r].target.context(context + tokens)
+                    after[r] = row
                 if last or all(len(output) == horizon for output, _ in after):
                     done[tuple(after)] += mass
                 else:
@@ -314,11 +321,10 @@ def random_request(
         return tuple(Fraction(x, sum(w)) for x in w)
 
     def peaked() -> Distribution:
-        peak, rest = rng.choice(list(peaks or ())), list(weights(False)[1:])
-        tail = [(1 - peak) * x / sum(rest) for x in rest]
-        if max(tail) > peak:
+        peak, shares = rng.choice(list(peaks or ())), vocabulary * (vocabulary - 1) // 2
+        row = [peak, *((1 - peak) * Fraction(n, shares) for n in range(1, vocabulary))]
+        if max(row) > peak:
             raise ValueError(f"a largest probability of {peak} leaves more than that to another token")
-        row = [peak, *tail]
         rng.shuffle(row)
         return tuple(row)
 
