@@ -54,7 +54,7 @@ def application() -> "typer.Typer":
     for name, (module, extra, text) in DELEGATED.items():
         # Arguments and --help pass through, so that nothing heavy is imported before the command is known.
         settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-        app.command(name, help=text, context_settings=settings, add_help_option=False)(_delegate(name, module, extra))
+        app.command(name, help=text, context_settings=settings)(_delegate(name, module, extra))
     return app
 
 

@@ -5,7 +5,6 @@ versions of torch, triton and numpy; an edit or an upgrade starts afresh.
 """
 
 import hashlib
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,9 @@ def digest(root: Path) -> str:
 
 
 class Resume:
-    def __init__(self, store: Path, passed: set[str]):
+    """store: the file that what passes is added to; None in a worker of pytest-xdist."""
+
+    def __init__(self, store: Path | None, passed: set[str]):
         self.store, self.passed = store, passed
         self.called: set[str] = set()
 
@@ -43,7 +44,7 @@ class Resume:
             config.hook.pytest_deselected(items=again)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "PYTEST_XDIST_WORKER" in os.environ or not report.passed:
+        if self.store is None or not report.passed:
             return
         if report.when == "call":
             self.called.add(report.nodeid)
@@ -68,10 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--resume"):
         return
-    store = config.rootpath / ".resume" / f"{digest(config.rootpath)}.txt"
     if hasattr(config, "workerinput"):
-        passed = set(config.workerinput["resume_passed"])
+        resume = Resume(None, set(config.workerinput["resume_passed"]))
     else:
+        store = config.rootpath / ".resume" / f"{digest(config.rootpath)}.txt"
         store.parent.mkdir(exist_ok=True)
-        passed = set(store.read_text().splitlines()) if store.exists() else set()
-    config.pluginmanager.register(Resume(store, passed), "resume")
+        resume = Resume(store, set(store.read_text().splitlines()) if store.exists() else set())
+    config.pluginmanager.register(resume, "resume")
