@@ -172,7 +172,7 @@ class Model:
         self.rope = Rope(shape.head_dim, shape.rope_theta, max_length, self.device)
         self.layers = []
         for i in range(shape.layers):
-            part = {name: weights.pop(f"blk.{i}.{name}.weight") for name in _LAYER_PARTS}
+            part = {name: weights.pop(f"blk.{i}.{name}.weight") for name in LAYER_PARTS}
             self.layers.append(
                 Layer(
                     part["attn_norm"],
@@ -214,33 +214,9 @@ class Model:
         return self.norm(x, self.final_norm), tapped
 
 
-_LAYER_PARTS = (
+LAYER_PARTS = (
     "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"
 )  # fmt: skip
-
-
-def random_weights(shape: Shape, seed: int = 0) -> dict[str, Tensor]:
-    """A small random model's weights, for tests."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = {
-        "attn_q": (shape.heads * shape.head_dim, shape.hidden),
-        "attn_k": (shape.kv_heads * shape.head_dim, shape.hidden),
-        "attn_v": (shape.kv_heads * shape.head_dim, shape.hidden),
-        "attn_output": (shape.hidden, shape.heads * shape.head_dim),
-        "ffn_gate": (shape.ffn, shape.hidden),
-        "ffn_up": (shape.ffn, shape.hidden),
-        "ffn_down": (shape.hidden, shape.ffn),
-    }
-    weights = {"token_embd.weight": torch.randn(shape.vocab, shape.hidden, generator=generator)}
-    weights["output_norm.weight"] = torch.ones(shape.hidden)
-    for i in range(shape.layers):
-        for name in _LAYER_PARTS:
-            weights[f"blk.{i}.{name}.weight"] = (
-                torch.randn(sizes[name], generator=generator) / sizes[name][1] ** 0.5
-                if name in sizes
-                else torch.ones(shape.hidden)
-            )
-    return weights
 
 
 def gguf_path() -> Path:
