@@ -158,7 +158,7 @@ class AcceptanceEstimator:
         pointer, value = temperature_argument(temperature, (rows,), self.device)
         first, count = (0, K) if position is None else (position, 1)
         if not use_triton(self.device):
-            self._score_torch(logits.reshape(rows, count, -1), slots, first, pointer, value)
+            self._score_torch(logits.reshape(rows, count, logits.shape[-1]), slots, first, pointer, value)
         elif rows:
             self._launch_score(logits, slots, first, count, pointer, value)
         return self._row_scores[:rows, :K] if position is None else self._row_scores[:rows, position]

@@ -345,8 +345,8 @@ def _accumulate(
     sums = torch.zeros(slope.shape[0], SUMS, P, dtype=torch.int64, device=features.device)
     if rows:
         accumulate_kernel[(triton.cdiv(rows, _BLOCK),)](
-            features.contiguous(), accepted, admitted, slope, intercepts.contiguous(), strata, teach, sums, rows,
-            positions, STRATA=slope.shape[0], P=P, BLOCK=_BLOCK,
+            features.contiguous(), accepted, admitted, slope.contiguous(), intercepts.contiguous(), strata, teach,
+            sums, rows, positions, STRATA=slope.shape[0], P=P, BLOCK=_BLOCK,
         )  # fmt: skip
     return sums[:, :, :positions].contiguous()
 

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from av_triton.backend import use_triton
 from av_triton.ops._checks import INTEGERS, check_vector
-from av_triton.ops.segmented_topk import check_segments, explored_rows, segment_bounds
+from av_triton.ops.segmented_topk import check_segments, explored_rows, segment_bounds, segment_offsets
 from av_triton.ops.select import (
     BYPASSED,
     Q30,
@@ -38,6 +38,7 @@ from av_triton.ops.select import (
     gather_depth,
     gather_slots,
 )
+from av_triton.ops.survival import survival_reference
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 
 HYSTERESIS = 1.5  # a segment that is bypassed starts trimming again at this multiple of the minimum gain
@@ -309,12 +310,12 @@ def choose_budget_reference(
 ) -> torch.Tensor:
     """As `choose_budget`, segment by segment."""
     rows, positions = survival.shape
-    offsets = [0, rows] if segments is None else segments.tolist()
+    offsets = segment_offsets(segments, rows)
     budgets = []
     for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         inside = torch.arange(positions, device=survival.device) < drafts[first:last, None]
         q, _ = _ranked(survival[first:last], inside)
-        requests = last - first if sampling_requests is None else int(sampling_requests[seg])
+        requests = last - first if sampling_requests is None else max(int(sampling_requests[seg]), 0)
         row = cost if cost.dim() == 1 else cost[seg]
         most = len(q) if limit is None else min(limit, len(q))
         if policy == "lookahead":
@@ -381,7 +382,7 @@ def _propose_torch(
     scores: torch.Tensor,
 ) -> None:
     rows, last_token = slots.shape[0], len(costs.verify) - 1
-    offsets = [0, rows] if segments is None else [min(max(o, 0), rows) for o in segments.tolist()]
+    offsets = segment_offsets(segments, rows)
     step = int(state.counters[STEPS]) + shift
     column = torch.arange(positions, device=slots.device)
     for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
@@ -396,7 +397,7 @@ def _propose_torch(
         drafted = column < depth[:, None]
         if options.lookahead:
             p = torch.where(scores[at, :positions] < 0, 1.0, scores[at, :positions])
-            s = torch.stack([p[:, : k + 1].prod(1) for k in range(positions)], 1)
+            s = survival_reference(p)
         else:
             s = torch.where(state.survival[at, :1] < 0, state.mean[:positions], state.survival[at, :positions])
         if isinstance(non_draft, torch.Tensor):

@@ -100,8 +100,8 @@ def row_partial(row, lo, hi, scale, BLOCK: tl.constexpr):
         e = tl.exp2(tl.abs(d) * -scale)
         c = c * tl.where(d > 0.0, e, 1.0) + e
         m = tl.maximum(m, x)
-    # Clamped after scaling: for T < 1 an all -inf lane would otherwise overflow to -inf and merge to NaN.
-    return fold(tl.maximum(m * (scale / _LOG2E), _EMPTY), c, BLOCK)
+    # An empty lane keeps its mark at every T; clamped after scaling, for at T < 1 a large negative m overflows to -inf.
+    return fold(tl.where(m > _EMPTY, tl.maximum(m * (scale / _LOG2E), _EMPTY), _EMPTY), c, BLOCK)
 
 
 @triton.jit

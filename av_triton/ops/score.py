@@ -43,7 +43,7 @@ def _acceptance_score(features: torch.Tensor, slope: torch.Tensor, intercepts: t
     out = torch.empty_like(f)
     if f.numel():
         acceptance_score_kernel[(triton.cdiv(f.numel(), 1024),)](
-            f, slope, intercepts, out, f.numel(), f.shape[-1], BLOCK=1024
+            f, slope, intercepts.contiguous(), out, f.numel(), f.shape[-1], BLOCK=1024
         )
     return out
 
@@ -69,7 +69,7 @@ def _score_logits(
         splits, chunk, block, warps = launch_shape(vocab, x.element_size())
         logit_max_kernel[(n, splits)](
             x, x.stride(0), x.stride(1), vocab, chunk, positions, 0, temperature, value, parts[0], parts[1], ticket,
-            None, None, f, p, None, None, x.shape[0], None, slope, intercepts,
+            None, None, f, p, None, None, x.shape[0], None, slope, intercepts.contiguous(),
             SPLITS=splits, BLOCK=block, P=positions, num_warps=warps,
         )  # fmt: skip
     return f, p

@@ -34,12 +34,17 @@ def segmented_topk_reference(
     survival: torch.Tensor, drafts: torch.Tensor, budgets: torch.Tensor, segments: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `segmented_topk`, by a stable sort; keys in the dtype of `survival`."""
-    key = torch.where(survival > 0, survival, torch.zeros_like(survival)).cummin(1).values
-    offsets = [0, survival.shape[0]] if segments is None else segments.tolist()
+    key = torch.where(survival > 0, survival, torch.zeros_like(survival)).clamp_max(1.0).cummin(1).values
+    offsets = segment_offsets(segments, survival.shape[0])
     admitted = torch.zeros(survival.shape[0], dtype=torch.int32, device=survival.device)
     for first, last, budget in zip(offsets[:-1], offsets[1:], budgets.tolist(), strict=True):
         admitted[first:last] = admit_reference(key[first:last], drafts[first:last], budget)
     return admitted
+
+
+def segment_offsets(segments: torch.Tensor | None, rows: int) -> list[int]:
+    """`segment_bounds` on the host: offsets kept within the rows."""
+    return [0, rows] if segments is None else [min(max(offset, 0), rows) for offset in segments.tolist()]
 
 
 def admit_reference(key: torch.Tensor, drafts: torch.Tensor, budget: int) -> torch.Tensor:
@@ -53,7 +58,7 @@ def admit_reference(key: torch.Tensor, drafts: torch.Tensor, budget: int) -> tor
 
 @triton.jit
 def admit(key, budget, total, P: tl.constexpr, R: tl.constexpr):
-    """Per row, how many of its keys are among the `budget` largest of the tile [P, R]; -1 marks a place without a draft.
+    """Per row, how many of its keys are among the `budget` largest of the tile [P, R]; -1: a place without a draft.
 
     Two binary searches over bits: for the smallest admitted key, and, where not all of its equals fit, for the first of
     them in (position, row) order that does not. With budget >= total nothing is searched."""
@@ -93,10 +98,11 @@ def segment_bounds(segments, seg, rows):
 @triton.jit
 def explored_rows(step, requests, ppm):
     """(how many, from which) requests go to full depth at this step: `ppm` millionths of them, spread over the steps
-    without a remainder lost and starting at a place that depends on the step number alone."""
+    without a remainder lost and starting at a place that depends on the step number alone: its golden-ratio hash scaled
+    to [0, requests), not the remainder, for at 2, 10 or 50 requests and 1 % that would leave out every second one."""
     n = requests.to(tl.int64)
     count = (step + 1) * n * ppm // _PPM - step * n * ppm // _PPM
-    return count, (step * 2654435761 % 4294967296) % tl.maximum(n, 1)
+    return count, (step * 2654435761 % 4294967296) * n >> 32
 
 
 @triton.jit(do_not_specialize=["rows", "K"])

@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from av_triton.backend import use_triton
-from av_triton.ops.segmented_topk import _FORCED, UNSCORED, admit, admit_reference, explored_rows, segment_bounds
+from av_triton.ops.segmented_topk import (
+    _FORCED,
+    UNSCORED,
+    admit,
+    admit_reference,
+    explored_rows,
+    segment_bounds,
+    segment_offsets,
+)
 
 Q30 = 1 << 30
 VERIFY_ALL = 1 << 30  # a budget that no batch exhausts
@@ -207,7 +215,7 @@ def select(
 def explored_rows_reference(step: int, requests: int, ppm: int) -> tuple[int, int]:
     """`explored_rows` on the host: (how many, from which)."""
     count = (step + 1) * requests * ppm // 1_000_000 - step * requests * ppm // 1_000_000
-    return count, step * 2654435761 % 4294967296 % max(requests, 1)
+    return count, step * 2654435761 % 4294967296 * requests >> 32
 
 
 def _select_torch(
@@ -222,7 +230,7 @@ def _select_torch(
     ppm: int,
 ) -> None:
     rows, device = slots.shape[0], scores.device
-    offsets = [0, rows] if segments is None else [min(max(o, 0), rows) for o in segments.tolist()]
+    offsets = segment_offsets(segments, rows)
     budgets = budget.tolist() if isinstance(budget, torch.Tensor) else [budget] * (len(offsets) - 1)
     slot = slots.long()
     real = (slot >= 0) & (slot < scores.shape[0])
