@@ -35,13 +35,16 @@ def application() -> "typer.Typer":
     text = "Adaptive verification for speculative decoding."
     app = typer.Typer(no_args_is_help=True, add_completion=False, help=text)
 
-    @app.callback()
-    def options(
-        version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
-    ) -> None:
-        if version:
+    def show_version(wanted: bool) -> None:
+        if wanted:
             print(importlib.metadata.version("av-triton"))
             raise typer.Exit
+
+    version = typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and exit.")
+
+    @app.callback()
+    def options(version: Annotated[bool, version] = False) -> None:
+        pass
 
     @app.command()
     def doctor() -> None:

@@ -134,6 +134,12 @@ def test_doctor_fails_only_when_the_core_cannot_work(monkeypatch):
     assert CliRunner().invoke(cli.application(), ["doctor"]).exit_code == 0
 
 
+def test_version(monkeypatch):
+    versions(monkeypatch, **{"av-triton": "1.2.3"})
+    result = CliRunner().invoke(cli.application(), ["--version"])
+    assert (result.exit_code, result.output) == (0, "1.2.3\n")
+
+
 def test_a_command_whose_packages_are_missing_says_what_to_install(monkeypatch):
     monkeypatch.setitem(cli.DELEGATED, "demo", ("no_such_module", "demo", ""))
     result = CliRunner().invoke(cli.application(), ["demo", "--batch", "4"])
