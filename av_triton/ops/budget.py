@@ -152,21 +152,23 @@ def budget_kernel(
     P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, AGAINST: tl.constexpr,
     AUTOREGRESSIVE: tl.constexpr, LOOKAHEAD: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments, ceil(rows * K / RANK)). `values` are survivals by slot (or by row, slots None); scores with
-    LOOKAHEAD. NEXT: the proposal is for a later step, so an autoregressive drafter is not bound by today's depth."""
+    """Grid (segments, ceil(rows * K / RANK)). `values` are survivals by slot (or by row, slots None); with LOOKAHEAD
+    scores by slot. NEXT: the proposal is for a later step, so an autoregressive drafter is not bound by today's depth.
+    """
     seg = tl.program_id(0)
     first, last = segment_bounds(segments, seg, rows)
     here = last - first
     ALL: tl.constexpr = AUTOREGRESSIVE and not LOOKAHEAD
+    SCORES: tl.constexpr = LOOKAHEAD and slots is not None
 
     e = tl.program_id(1) * RANK + tl.arange(0, RANK)
     key, value, present = _draft_keys(
-        e, here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, LOOKAHEAD
+        e, here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, SCORES
     )
     rank = tl.zeros([RANK], tl.int32)
     for j in range(0, here * K, AGAINST):
         other, _v, _p = _draft_keys(
-            j + tl.arange(0, AGAINST), here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, LOOKAHEAD
+            j + tl.arange(0, AGAINST), here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, SCORES
         )
         rank += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
     base = ranked + first.to(tl.int64) * K
