@@ -1,0 +1,248 @@
+"""The estimator learns: known models, saturated rows, mixed and changing traffic, starved positions, recorded traces.
+
+The verdicts are drawn from a model that is known, so that what has to be learned is known too. Seeds are fixed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from av_triton import GREEDY, SAMPLED, AcceptanceEstimator, AdaptiveVerifier, CostTable, Settings
+from benchmarks.traces.quality import (
+    Integers,
+    Mask,
+    Report,
+    accepted_before_rejection,
+    calibration_error,
+    load,
+    logits_for,
+    replay,
+    sigmoid,
+)
+
+DATA = Path(__file__).parents[1] / "benchmarks/traces/data"
+INTERVAL = Settings().refit_interval
+CYCLES = 20  # refits within which a model has to be learned
+
+
+@dataclass(frozen=True)
+class Model:
+    """p[k] = sigmoid(slope * f + intercepts[k]) with f normal, cut to -3 .. 12."""
+
+    slope: float
+    intercepts: Sequence[float]
+    mean: float = 1.0
+    spread: float = 2.0
+
+    def draw(self, rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, Integers]:
+        """(features float32 [rows, K], true probabilities [rows, K], accepted drafts int64 [rows])."""
+        f = rng.normal(self.mean, self.spread, (rows, len(self.intercepts))).clip(-3, 12).astype(np.float32)
+        p = sigmoid(self.slope * f.astype(np.float64) + np.array(self.intercepts))
+        return f, p, accepted_before_rejection(rng.random(f.shape) < p)
+
+
+def labelled(accepted: Integers, positions: int) -> Mask:
+    return np.arange(positions) <= accepted[:, None]
+
+
+def teach(
+    estimator: AcceptanceEstimator, model: Model, rng: np.random.Generator, cycles: int, rows: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cycles of steps, everything verified. (predicted, observed) of the labelled drafts at position 1, by cycle."""
+    slots, K = torch.arange(rows), len(model.intercepts)
+    every = torch.full((rows,), K)
+    seen = []
+    for _ in range(cycles):
+        predicted, observed = [], []
+        for _ in range(INTERVAL):
+            f, _, accepted = model.draw(rng, rows)
+            p = estimator.score(logits_for(f), slots)
+            predicted.append(p[:, 0].double().numpy())
+            observed.append((accepted > 0).astype(np.float64))
+            estimator.observe(slots, torch.from_numpy(accepted), every)
+        seen.append((np.concatenate(predicted), np.concatenate(observed)))
+    return seen
+
+
+def check_recovered(model: Model, stratum: int, seed: int) -> None:
+    rows, K = 1024, len(model.intercepts)
+    estimator, rng = AcceptanceEstimator(rows, K), np.random.default_rng(seed)
+    estimator.reset(torch.arange(rows), torch.full((rows,), stratum, dtype=torch.int32))
+    teach(estimator, model, rng, CYCLES, rows)
+    fitted = estimator.coefficients()
+    assert fitted.refits == CYCLES
+    assert fitted.slopes[stratum] == pytest.approx(model.slope, abs=0.02)
+    labels = np.zeros(K)
+    for _ in range(INTERVAL):
+        labels += labelled(model.draw(rng, rows)[2], K).sum(0)
+    fed = labels > 3000
+    assert fed.sum() >= 3
+    error = np.abs(np.array(fitted.intercepts[stratum]) - model.intercepts)
+    assert error[fed].max() < 0.1, (fitted, labels)
+
+
+@pytest.mark.parametrize(
+    ("model", "stratum"),
+    [
+        (Model(0.55, (0.6, 0.3, 0.1, -0.2, -0.4)), SAMPLED),
+        (Model(0.3, (1.5, 0.8, -0.3, -1.0, -1.5)), SAMPLED),
+        (Model(1.05, (0.9, 0.2, 0.4, -0.1, 0.0)), GREEDY),
+    ],
+)
+def test_known_logistic_model_is_recovered(model: Model, stratum: int) -> None:
+    check_recovered(model, stratum, seed=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_random_logistic_model_is_recovered(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slope = rng.uniform(0.2, 1.2)
+    check_recovered(Model(slope, np.sort(rng.uniform(-0.8, 1.5, 7))[::-1].tolist()), int(slope > 0.75), seed)
+
+
+@pytest.mark.parametrize("stratum", [SAMPLED, GREEDY])
+@pytest.mark.parametrize("counts", [(9, 1), (90, 9, 1), (900, 90, 9, 1)])
+def test_saturated_rows_settle_at_their_acceptance(counts: tuple[int, ...], stratum: int) -> None:
+    # counts[a] rows have a drafts accepted: 10 % at every position and in every step, without noise.
+    accepted = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    rows, positions = len(accepted), len(counts) - 1
+    estimator, slots = AcceptanceEstimator(rows, positions), torch.arange(rows)
+    estimator.reset(slots, torch.full((rows,), stratum, dtype=torch.int32))
+    logits = logits_for(np.full((rows, positions), 40, np.float32))
+    for step in range(2 * CYCLES * INTERVAL):
+        p = estimator.score(logits, slots)
+        if step >= CYCLES * INTERVAL:
+            assert p[0].tolist() == pytest.approx([0.1] * positions, abs=0.015), step
+        estimator.observe(slots, accepted, torch.full((rows,), positions))
+
+
+def test_greedy_traffic_does_not_move_the_sampled_predictions() -> None:
+    # vLLM #52228: the slope of greedy traffic is .65, that of sampled traffic .50.
+    sampled, greedy = Model(0.5, (0.4, 0.1, -0.2)), Model(0.65, (1.4, 1.2, 1.0))
+    half, K, cycles = 128, 3, 8
+    slots = torch.arange(2 * half)
+    strata = torch.tensor([SAMPLED] * half + [GREEDY] * half, dtype=torch.int32)
+
+    def serve(rows: int, strata: torch.Tensor | None) -> list[torch.Tensor]:
+        estimator = AcceptanceEstimator(2 * half, K)
+        estimator.reset(slots, strata)
+        rng, others = np.random.default_rng(3), np.random.default_rng(4)
+        served = []
+        for _ in range(cycles * INTERVAL):
+            f, _, accepted = (
+                np.concatenate(pair) for pair in zip(sampled.draw(rng, half), greedy.draw(others, half), strict=True)
+            )
+            p = estimator.score(logits_for(f)[:rows], slots[:rows])
+            served.append(p[:half].clone())
+            estimator.observe(slots[:rows], torch.from_numpy(accepted)[:rows], torch.full((rows,), K))
+        return served
+
+    alone, mixed, merged = serve(half, strata), serve(2 * half, strata), serve(2 * half, None)
+    assert all(torch.equal(a, b) for a, b in zip(alone, mixed, strict=True))
+    assert max(float((a - b).abs().max()) for a, b in zip(alone, merged, strict=True)) > 0.05
+
+
+def test_calibration_recovers_from_a_workload_switch() -> None:
+    # The article's figures: the first intercept goes from +.61 to -.09.
+    before, after = Model(0.52, (0.61, 0.3, 0.1)), Model(0.52, (-0.09, -0.2, -0.3))
+    rows = 512
+    estimator, rng = AcceptanceEstimator(rows, 3), np.random.default_rng(5)
+    estimator.reset(torch.arange(rows))
+    settled = teach(estimator, before, rng, 10, rows)
+    switched = teach(estimator, after, rng, 4, rows)
+    errors = [calibration_error(*cycle) for cycle in (settled[-1], *switched)]
+    assert errors[0] < 0.03
+    assert errors[1] > 0.1
+    assert max(errors[2:]) < 0.03, errors
+
+
+# Verifying costs in proportion to the tokens: unlikely drafts do not pay.
+RISING = CostTable(draft=[(1, 0.5)], verify=[(1, 19.0), (1024, 121.0)])
+STARVED = -6.0
+K = 4
+TRUTH = 0.9  # acceptance of every draft, whatever its feature
+
+
+def step(verifier: AdaptiveVerifier, rng: np.random.Generator, verdict: bool = True) -> int:
+    """One step under the planner's own budget. Drafts admitted."""
+    rows = verifier.estimator.max_slots
+    slots = torch.arange(rows)
+    f = rng.normal(2.0, 1.0, (rows, K)).clip(0, 6).astype(np.float32)
+    verifier.score(logits_for(f), slots)
+    plan = verifier.plan(slots)
+    accepted = torch.from_numpy(accepted_before_rejection(rng.random(f.shape) < TRUTH))
+    verifier.observe(slots, torch.minimum(accepted, plan.admitted) if verdict else torch.full((rows,), -1))
+    return int(plan.admitted.sum())
+
+
+def starved(rows: int, positions: Sequence[int], exploration: float = Settings().exploration) -> AdaptiveVerifier:
+    """The first plan has no earlier survivals and verifies all: its verdicts are withheld, for they would help."""
+    verifier = AdaptiveVerifier(rows, K, cost=RISING, settings=Settings(exploration=exploration))
+    verifier.reset(torch.arange(rows))
+    verifier.estimator.state.intercepts[SAMPLED, list(positions)] = STARVED
+    step(verifier, np.random.default_rng(6), verdict=False)
+    return verifier
+
+
+def run(verifier: AdaptiveVerifier, refits: int, seed: int) -> list[int]:
+    """Drafts admitted in each step until the coefficients have been refitted so often."""
+    rng, admitted = np.random.default_rng(seed), []
+    while verifier.status().refits < refits:
+        admitted.append(step(verifier, rng))
+    return admitted
+
+
+def acceptance(verifier: AdaptiveVerifier) -> np.ndarray:
+    """Predicted at the mean feature, float64 [K]."""
+    fitted = verifier.coefficients()
+    return sigmoid(fitted.slopes[SAMPLED] * 2 + np.array(fitted.intercepts[SAMPLED]))
+
+
+# A small batch explores fewer drafts per refit.
+@pytest.mark.parametrize(("rows", "refits"), [(256, 5), (16, 10)])
+@pytest.mark.parametrize("positions", [[1], [2], [3], range(K)])
+def test_starved_position_recovers_by_exploration(positions: Sequence[int], rows: int, refits: int) -> None:
+    # vLLM #44336: b = -6 where the true acceptance is .9, under a binding budget; at all positions: a budget of 0.
+    verifier = starved(rows, positions)
+    assert acceptance(verifier)[list(positions)].max() < 0.01
+    admitted = run(verifier, refits, seed=7)
+    assert sum(admitted[: INTERVAL - 1]) < (positions[0] + 0.1) * rows * INTERVAL
+    assert acceptance(verifier).min() > 0.5
+    assert admitted[-1] > positions[0] * rows
+
+
+@pytest.mark.parametrize("positions", [[1], [2], [3], range(K)])
+def test_starved_position_stays_so_without_exploration(positions: Sequence[int]) -> None:
+    verifier = starved(64, positions, exploration=0.0)
+    admitted = run(verifier, 10, seed=7)
+    assert max(admitted) <= 64 * positions[0]
+    assert {verifier.coefficients().intercepts[SAMPLED][k] for k in positions} == {STARVED}
+    assert verifier.counters()["labelled"][list(positions)].sum() == 0
+
+
+# AUC, log-loss, ECE online and log-loss offline over the last half of 50 passes, from benchmarks/traces/README.md.
+FIGURES = {
+    "A_gsm8k_T0": (0.7971, 0.5037, 0.0230, 0.5031),
+    "A_gsm8k_T1": (0.7159, 0.5975, 0.0262, 0.5970),
+    "B_humaneval_T1": (0.8012, 0.5218, 0.0156, 0.5214),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+@pytest.mark.parametrize(
+    ("passes", "tolerance"), [(12, 0.008), pytest.param(50, 0.001, marks=pytest.mark.full)], ids=["12", "50"]
+)
+def test_recorded_trace_is_learned_as_well_online_as_offline(name: str, passes: int, tolerance: float) -> None:
+    report = Report.of(replay(load(DATA / f"{name}.npz"), passes))
+    assert -0.001 < report.excess < 0.01
+    quality = report.quality()
+    online = quality["online"]
+    seen = (online.auc, online.log_loss, online.ece, quality["offline"].log_loss)
+    assert seen == pytest.approx(FIGURES[name], abs=tolerance)
+    assert online.log_loss < quality["q_max"].log_loss - 0.01
+    assert online.ece < quality["q_max"].ece / 2
