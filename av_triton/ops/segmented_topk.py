@@ -10,8 +10,8 @@ A segment's `budget` drafts with the largest survival, ties by (position, row):
 Survival does not increase along k and ties favour the earlier position, so what is admitted is a prefix of each
 request. Both rules look at prefixes only, never at a drawn token, which is what keeps the output law exact.
 
-The smallest admitted key is found by a binary search over the bits of the survival (positive floats order as integers);
-a radix histogram or a scan of the whole tile spills registers.
+The smallest admitted key is found by a binary search over the bits of the survival (positive floats order as
+integers); a radix histogram or a scan of the whole tile spills registers.
 """
 
 import torch
@@ -57,32 +57,40 @@ def admit_reference(key: torch.Tensor, drafts: torch.Tensor, budget: int) -> tor
 
 
 @triton.jit
-def admit(key, budget, total, P: tl.constexpr, R: tl.constexpr):
-    """Per row, how many of its keys are among the `budget` largest of the tile [P, R]; -1: a place without a draft.
+def count_below(x, limit):
+    """How many entries of a tile are < limit, by the sign bit of the difference: sums of comparisons spill."""
+    return -tl.sum(tl.sum((x - limit) >> 31, 0), 0)
 
-    Two binary searches over bits: for the smallest admitted key, and, where not all of its equals fit, for the first of
-    them in (position, row) order that does not. With budget >= total nothing is searched."""
+
+@triton.jit
+def admit(key, budget, total, P: tl.constexpr, R: tl.constexpr):
+    """Per row, how many of its keys are among the `budget` <= total largest of the tile [P, R]; -1: a place without
+    a draft, and `total` counts the others.
+
+    Two binary searches over bits: for the smallest admitted key, and for the first of its equals in (position, row)
+    order that does not fit. Always the same number of rounds: in a loop that depends on data, shuffles become calls."""
     threshold = 0
     above, reached = 0, total  # keys > threshold (the count at the last candidate refused: threshold + 1), keys >= it
-    bit = tl.where(budget < total, 1 << 29, 0)
-    while bit > 0:
+    bit = 1 << 29
+    for _ in range(30):
         candidate = threshold | bit
-        count = tl.sum(tl.sum((key >= candidate).to(tl.int32), 0), 0)
+        count = P * R - count_below(key, candidate)
         enough = count >= budget
         threshold = tl.where(enough, candidate, threshold)
         reached = tl.where(enough, count, reached)
         above = tl.where(enough, above, count)
         bit = bit >> 1
-    length = tl.sum((key > threshold).to(tl.int32), 0)
-    place = tl.where(key == threshold, tl.arange(0, P)[:, None] * R + tl.arange(0, R)[None, :], P * R)
-    end = tl.where(reached > budget, 0, P * R)
-    bit = tl.where(reached > budget, P * R // 2, 0)
-    while bit > 0:
+    length = -tl.sum((threshold - key) >> 31, 0)
+    NOWHERE: tl.constexpr = 1 << 14  # >= P * R
+    place = tl.where(key == threshold, tl.arange(0, P)[:, None] * R + tl.arange(0, R)[None, :], NOWHERE)
+    end = 0
+    bit = NOWHERE >> 1
+    for _ in range(14):
         candidate = end | bit
-        count = tl.sum(tl.sum((place < candidate).to(tl.int32), 0), 0)
-        end = tl.where(above + count <= budget, candidate, end)
+        end = tl.where(above + count_below(place, candidate) <= budget, candidate, end)
         bit = bit >> 1
-    return length + tl.sum((place < end).to(tl.int32), 0)
+    end = tl.where(reached > budget, end, NOWHERE)
+    return length - tl.sum((place - end) >> 31, 0)
 
 
 @triton.jit
@@ -128,7 +136,7 @@ def segmented_topk_kernel(survival, drafts, budgets, segments, admitted, rows, K
 def tile(max_rows: int, positions: int) -> tuple[int, int, int]:
     """(P, R, warps) of the [positions, rows] register tile."""
     P, R = triton.next_power_of_2(positions), max(16, triton.next_power_of_2(max_rows))
-    return P, R, min(16, max(4, P * R // 256))
+    return P, R, min(16, max(2, P * R // 256))
 
 
 @torch.library.custom_op("av_triton::segmented_topk", mutates_args=())
