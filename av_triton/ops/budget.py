@@ -13,7 +13,9 @@ every backend takes the same side of a near-tie.
 Lossless only for survivals of an *earlier* step. With current ones the sum over later positions, which depend on drawn
 tokens, decides whether earlier drafts are verified. `lookahead` may use current ones: it goes down the ranking and
 admits the next draft while some m >= 1 has (A + m s) / cost(n + m) > A / cost(n), all drafts further down taken to
-survive as well as the next one, an upper bound that is known before they are drawn.
+survive as well as the next one, an upper bound that is known before they are drawn. The ranking has to be the order in
+which drafts are admitted: rows that go first whatever their scores (explored, unscored) count as certain. Ranked by
+their survivals, they would let a draft that is admitted later decide about one that is admitted earlier.
 
 Sorting is ranking by counting, spread over programs; the last program of a segment sums, divides and chooses.
 """
@@ -55,10 +57,11 @@ _HYSTERESIS = tl.constexpr(HYSTERESIS)
 @triton.jit
 def _draft_keys(
     e, rows_here, first, last, K, values, slots, num_slots, drafts, mean,
-    P: tl.constexpr, ALL_POSITIONS: tl.constexpr, FROM_SCORES: tl.constexpr,
+    explored_from, explored_to, wrapped_to, P: tl.constexpr, ALL_POSITIONS: tl.constexpr, FROM_SCORES: tl.constexpr,
 ):  # fmt: skip
     """(sort key, packed value) of drafts e = position * rows + row: the key orders by survival, then position, then
-    row, and is negative where there is no draft; the packed value is survival << 8 | position << 1 | drafted."""
+    row, and is negative where there is no draft; the packed value is survival << 8 | position << 1 | drafted.
+    From scores: explored rows (from .. to, and up to wrapped_to) and rows with an unscored draft count as certain."""
     k = e // tl.maximum(rows_here, 1)
     r = first + e % tl.maximum(rows_here, 1)
     live = (r < last) & (k < K)
@@ -66,15 +69,19 @@ def _draft_keys(
     real = live
     if slots is not None:
         slot, real = gather_slots(slots, r, live, num_slots)
-    drafted = k < gather_depth(drafts, r, real, K)
+    depth = gather_depth(drafts, r, real, K)
+    drafted = k < depth
     present = drafted
     if ALL_POSITIONS:
         present = real
     if FROM_SCORES:
         s = tl.where(present, 1.0, 0.0)
+        first_of_all = ((r >= explored_from) & (r <= explored_to)) | (r <= wrapped_to)
         for j in tl.static_range(P):
-            p = tl.load(values + slot * P + j, mask=present & (j <= k), other=1.0)
-            s = s * tl.where(p < 0.0, 1.0, p)
+            p = tl.load(values + slot * P + j, mask=present & (j < depth), other=1.0)
+            first_of_all = first_of_all | (p < 0.0)
+            s = tl.where(j <= k, s * p, s)
+        s = tl.where(first_of_all, 1.0, s)
     else:
         s = tl.load(values + slot * P + k, mask=present, other=0.0)
         if mean is not None:
@@ -160,16 +167,34 @@ def budget_kernel(
     here = last - first
     ALL: tl.constexpr = AUTOREGRESSIVE and not LOOKAHEAD
     SCORES: tl.constexpr = LOOKAHEAD and slots is not None
+    explored_from = 0
+    explored_to = -1
+    wrapped_to = -1
+    if SCORES:
+        at = first + tl.arange(0, R)
+        _slot, counted = gather_slots(slots, at, at < last, num_slots)
+        place = tl.cumsum(counted.to(tl.int32), 0).to(tl.int64) - 1
+        now = tl.load(counters + 1)
+        if NEXT:
+            now += shift
+        size = tl.sum(counted.to(tl.int32), 0)
+        number, start = explored_rows(now, size, ppm)
+        window = counted & (place >= start) & (place < start + number)
+        explored_from = tl.min(tl.where(window, at, _NO_CAP), 0)
+        explored_to = tl.max(tl.where(window, at, -1), 0)
+        wrapped_to = tl.max(tl.where(counted & (place < start + number - size), at, -1), 0)
 
     e = tl.program_id(1) * RANK + tl.arange(0, RANK)
     key, value, present = _draft_keys(
-        e, here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, SCORES
-    )
+        e, here, first, last, K, values, slots, num_slots, drafts, mean,
+        explored_from, explored_to, wrapped_to, P, ALL, SCORES,
+    )  # fmt: skip
     rank = tl.zeros([RANK], tl.int32)
     for j in range(0, here * K, AGAINST):
         other, _v, _p = _draft_keys(
-            j + tl.arange(0, AGAINST), here, first, last, K, values, slots, num_slots, drafts, mean, P, ALL, SCORES
-        )
+            j + tl.arange(0, AGAINST), here, first, last, K, values, slots, num_slots, drafts, mean,
+            explored_from, explored_to, wrapped_to, P, ALL, SCORES,
+        )  # fmt: skip
         rank += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
     base = ranked + first.to(tl.int64) * K
     tl.store(base + rank, value, mask=present)
@@ -398,8 +423,12 @@ def _propose_torch(
             depth = drafts[first:last][real].clamp(0, positions).long()
         drafted = column < depth[:, None]
         if options.lookahead:
-            p = torch.where(scores[at, :positions] < 0, 1.0, scores[at, :positions])
-            s = survival_reference(p)
+            p = scores[at, :positions]
+            now = step if later else int(state.counters[STEPS])
+            number, start = explored_rows_reference(now, requests, options.ppm)
+            place = torch.arange(requests, device=slots.device)
+            first_of_all = ((place - start) % max(requests, 1) < number) | (drafted & (p < 0)).any(1)
+            s = torch.where(first_of_all[:, None], 1.0, survival_reference(p))
         else:
             s = torch.where(state.survival[at, :1] < 0, state.mean[:positions], state.survival[at, :positions])
         if isinstance(non_draft, torch.Tensor):
