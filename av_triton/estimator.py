@@ -16,7 +16,7 @@ from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, PlanState
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
-from av_triton.snapshot import Snapshot
+from av_triton.snapshot import Snapshot, SnapshotError
 
 MAX_SLOTS = 1 << 20
 
@@ -30,20 +30,27 @@ class Coefficients(msgspec.Struct, frozen=True):
     refits: int
 
 
-def check_construction(max_slots: int, num_draft_positions: int, max_rows: int) -> None:
+def check_construction(max_slots: int, num_draft_positions: int, max_rows: int | None) -> None:
     """The bounds that the objects share; ValueError with the value and the remedy."""
+    sizes = {"max_slots": max_slots, "num_draft_positions": num_draft_positions}
+    for name, value in (sizes if max_rows is None else {**sizes, "max_rows": max_rows}).items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} = {value!r}: give a whole number")
     if not 1 <= max_slots <= MAX_SLOTS:
         raise ValueError(f"max_slots = {max_slots}: give the size of the engine's request pool, 1 to {MAX_SLOTS}")
     if not 1 <= num_draft_positions <= MAX_DRAFT_POSITIONS:
         raise ValueError(f"num_draft_positions = {num_draft_positions}: give K, 1 to {MAX_DRAFT_POSITIONS}")
-    if not 1 <= max_rows <= MAX_ROWS:
+    if max_rows is not None and not 1 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows = {max_rows}: give the largest batch, 1 to {MAX_ROWS} rows")
 
 
 def check_slots(name: str, slots: torch.Tensor, max_rows: int, num_slots: int, device: torch.device) -> int:
     """Shape and dtype of a vector of slots; values too where they lie on the host. Returns the number of rows."""
-    rows = slots.shape[0] if isinstance(slots, torch.Tensor) and slots.dim() == 1 else -1
-    check_vector(name, slots, max(rows, 0), INTEGERS, device)
+    if not isinstance(slots, torch.Tensor) or slots.dim() != 1:
+        what = f"shape {tuple(slots.shape)}" if isinstance(slots, torch.Tensor) else f"type {type(slots).__name__}"
+        raise ValueError(f"{name} has {what}: give a tensor with one slot per row, int32 or int64 [rows]")
+    rows = slots.shape[0]
+    check_vector(name, slots, rows, INTEGERS, device)
     if rows > max_rows:
         raise ValueError(f"{name} has {rows} rows: at most max_rows = {max_rows}; split the batch or raise max_rows")
     if rows and device.type == "cpu" and not use_triton(device):
@@ -81,8 +88,8 @@ class AcceptanceEstimator:
     ) -> None:
         self.settings = settings or Settings()
         self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
+        check_construction(max_slots, num_draft_positions, max_rows)
         self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
-        check_construction(max_slots, num_draft_positions, self.max_rows)
         self.device = torch.empty(0, device=device).device
         labels = self.settings.refit_interval * self.max_rows * self.settings.replicas
         if _accumulate.LARGEST_ENTRY * Q30 * labels >= 1 << 63:
@@ -121,6 +128,12 @@ class AcceptanceEstimator:
         n = check_slots("slots", slots, self.max_slots, self.max_slots, self.device)
         if strata is not None:
             check_vector("strata", strata, n, (torch.int32,), self.device)
+            if n and self.device.type == "cpu" and not use_triton(self.device):
+                known = len(self.settings.strata)
+                if not 0 <= int(strata.min()) <= int(strata.max()) < known:
+                    raise ValueError(
+                        f"strata holds {strata.tolist()}: give 0 to {known - 1}, for {self.settings.strata}"
+                    )
         survival, admitted, drafts = (None, None, None) if plan is None else (plan.survival, plan.admitted, plan.drafts)
         _accumulate.reset(self.state, survival, admitted, drafts, slots, strata)
 
@@ -264,6 +277,11 @@ class AcceptanceEstimator:
         """Take over saved coefficients. SnapshotError, and nothing changed, where the file does not fit."""
         snapshot = Snapshot.read(Path(path), self.num_draft_positions, list(self.settings.strata))
         slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
+        if not (slopes.isfinite().all() and intercepts.isfinite().all()):
+            raise SnapshotError(
+                f"{path}: slopes {snapshot.slopes} and intercepts {snapshot.intercepts} do not fit into float32; "
+                "start without the file"
+            )
         self.state.slopes.copy_(slopes)
         self.state.intercepts[:, : self.num_draft_positions] = intercepts.to(self.device)
         self.state.sums.zero_()

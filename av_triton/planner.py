@@ -48,8 +48,8 @@ class VerifyPlanner:
     ) -> None:
         self.settings = settings or Settings()
         self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
+        check_construction(max_slots, num_draft_positions, max_rows)
         self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
-        check_construction(max_slots, num_draft_positions, self.max_rows)
         self.device = torch.empty(0, device=device).device
         self._tile = tile(self.max_rows, num_draft_positions)
         P = self._tile[0]
@@ -98,6 +98,8 @@ class VerifyPlanner:
         On several ranks call it with equal tables and at the same step. A missing or flat table means that every draft
         is verified, with one warning.
         """
+        if not isinstance(cost, CostTable | None):
+            raise ValueError(f"cost is {type(cost).__name__}: give a CostTable, or None to verify all")
         self.inactive_reason = None
         if self.settings.policy == "fixed":
             return
@@ -116,6 +118,10 @@ class VerifyPlanner:
 
     def _verify_all(self, reason: str) -> None:
         self.inactive_reason = reason
+        # A runtime that goes by the proposals has to verify all as well.
+        self._out.proposal.fill_(self.max_rows * self.num_draft_positions)
+        self._out.depth.fill_(self.num_draft_positions)
+        self._out.bypass.zero_()
         warnings.warn(reason, RuntimeWarning, stacklevel=4)
 
     def plan(
@@ -152,8 +158,8 @@ class VerifyPlanner:
         for name, value in (("non_draft_tokens", non_draft_tokens), ("budget", budget)):
             if isinstance(value, torch.Tensor):
                 check_vector(name, value, count, (torch.int32,), self.device)
-            elif value is not None and value < 0:
-                raise ValueError(f"{name} = {value}: give 0 or more, or None")
+            elif value is not None and not (isinstance(value, int) and value >= 0):
+                raise ValueError(f"{name} = {value!r}: give a whole number, 0 or more, an int32 tensor, or None")
 
         adaptive = self.settings.policy != "fixed" and self.inactive_reason is None
         if self.settings.policy == "fixed" and budget is None:
@@ -165,7 +171,7 @@ class VerifyPlanner:
             self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=False)
         select(
             self.state, self._out, scores, slots, drafts, segments, count,
-            self._out.proposal[:count] if budget is None else budget,
+            self._out.proposal[:count] if budget is None else budget, non_draft_tokens, self._options.cap,
             self.num_draft_positions, self._options.ppm, self._tile,
         )  # fmt: skip
         if adaptive and not inline:

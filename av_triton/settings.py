@@ -8,6 +8,8 @@ import msgspec
 MAX_DRAFT_POSITIONS = 16
 MAX_ROWS = 1024
 
+LARGEST = 3.4e38  # of float32, in which coefficients are kept
+
 # Stratum ids of the default `Settings.strata`.
 SAMPLED, GREEDY = 0, 1
 
@@ -61,6 +63,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not ok:
                 raise ValueError(f"Settings.{name} = {getattr(self, name)!r}: {remedy}")
 
+        for field in msgspec.structs.fields(self):
+            value, optional = getattr(self, field.name), field.default is None
+            if field.type in (int, int | None):
+                ok = isinstance(value, int) or (optional and value is None)
+                need(ok, field.name, "give a whole number" + (" or None" if optional else ""))
+            elif field.type is float:
+                need(isinstance(value, int | float), field.name, "give a number")
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
@@ -69,11 +78,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         need(1 <= len(self.strata) <= 8, "strata", "name 1 to 8 strata")
         need(len(set(self.strata)) == len(self.strata), "strata", "give every stratum a name of its own")
         need(
-            len(self.initial_slopes) == len(self.strata) and all(0 <= w < float("inf") for w in self.initial_slopes),
+            len(self.initial_slopes) == len(self.strata) and all(0 <= w < LARGEST for w in self.initial_slopes),
             "initial_slopes",
             f"give one finite slope, 0 or more, for each of {len(self.strata)} strata",
         )
-        need(abs(self.initial_intercept) < float("inf"), "initial_intercept", "give a finite number")
+        need(abs(self.initial_intercept) < LARGEST, "initial_intercept", "give a finite number")
         need(self.replicas >= 1, "replicas", "give a whole number, at least 1")
         need(self.policy in ("earlier", "fixed", "lookahead"), "policy", "choose earlier, fixed or lookahead")
         need(

@@ -31,7 +31,10 @@ def temperature_argument(
                 f"temperature is {temperature.dtype} on {temperature.device}: give float32 on {device}, as the logits"
             )
         return temperature.contiguous(), 0.0
-    value = float(temperature)
+    try:
+        value = float(temperature)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"temperature is {temperature!r}: give None, a number, or float32, one per row") from error
     if not 0.0 <= value < float("inf"):
         raise ValueError(f"temperature = {value}: give a finite number, 0 (greedy) or more")
     return None, value

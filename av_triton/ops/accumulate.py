@@ -398,6 +398,11 @@ def accumulate(
             f"slope {tuple(slope.shape)} and intercepts {tuple(intercepts.shape)}: give [strata] and "
             f"[strata, {positions}]"
         )
+    if {slope.dtype, intercepts.dtype} != {torch.float32} or {slope.device, intercepts.device} != {features.device}:
+        raise ValueError(
+            f"slope is {slope.dtype} on {slope.device}, intercepts {intercepts.dtype} on {intercepts.device}: "
+            f"give float32 on {features.device}"
+        )
     if strata is not None:
         check_vector("strata", strata, rows, (torch.int32,), features.device)
     if teach is not None:

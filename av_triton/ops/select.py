@@ -22,7 +22,6 @@ import triton.language as tl
 from av_triton.backend import use_triton
 from av_triton.ops.segmented_topk import (
     _FORCED,
-    UNSCORED,
     admit,
     admit_reference,
     explored_rows,
@@ -76,7 +75,7 @@ def gather_depth(drafts, r, real, K):
     return depth
 
 
-@triton.jit(do_not_specialize=["rows", "num_slots", "K", "budget_value", "ppm"])
+@triton.jit(do_not_specialize=["rows", "num_slots", "K", "budget_value", "non_draft_value", "cap", "ppm"])
 def select_kernel(
     scores,
     slots,
@@ -84,6 +83,9 @@ def select_kernel(
     segments,
     budgets,
     budget_value,
+    non_draft,
+    non_draft_value,
+    cap,
     rows,
     num_slots,
     K,
@@ -132,7 +134,8 @@ def select_kernel(
     for k in range(K):
         drafted = k < depth
         p = tl.load(scores + slot * P + k, mask=drafted, other=1.0)
-        previous = tl.where(drafted, tl.where(p < 0.0, 1.0, p), previous)
+        p = tl.where(p < 0.0, 1.0, tl.minimum(tl.where(p >= 0.0, p, 0.0), 1.0))
+        previous = tl.where(drafted, p, previous)
         s = s * previous
         tl.store(survival + slot * P + k, tl.where(unscored, -1.0, s), mask=stored)
         share = tl.where(position == k, tl.sum(tl.where(known, (s * _Q30).to(tl.int64), 0), 0), share)
@@ -143,7 +146,12 @@ def select_kernel(
     budget = budget_value
     if budgets is not None:
         budget = tl.load(budgets + seg).to(tl.int32)
-    budget = tl.minimum(tl.maximum(budget, 0), total)
+    tokens = requests
+    if non_draft is not None:
+        tokens = tl.maximum(tl.load(non_draft + seg).to(tl.int32), 0)
+    elif non_draft_value >= 0:
+        tokens = non_draft_value
+    budget = tl.minimum(tl.maximum(budget, 0), tl.minimum(total, tl.maximum(cap - tokens, 0)))
     tl.store(budget_out + seg, budget)
     tl.store(slot_drafts + slot, depth, mask=real)
     tl.atomic_add(sums + position, share, mask=position < K, sem="relaxed")
@@ -186,6 +194,8 @@ def select(
     segments: torch.Tensor | None,
     num_segments: int,
     budget: torch.Tensor | int,
+    non_draft: torch.Tensor | int | None,
+    cap: int,
     positions: int,
     ppm: int,
     tile: tuple[int, int, int],
@@ -196,16 +206,19 @@ def select(
         scores: float32 [slots, P] by slot, UNSCORED where no logits were seen.
         slots: int32 or int64 [rows]; out of range: padding. drafts: integers [rows] or None for K.
         budget: one number for every segment, or int32 [S].
+        non_draft: tokens of the step that are not drafts: one number, int32 [S], or None for one per real row.
+        cap: most drafts and non-draft tokens of a segment, whatever the budget.
         ppm: explored share of the drafts in millionths.
         tile: (P, R, warps) as `segmented_topk.tile` gives it.
     """
     if not use_triton(scores.device):
-        _select_torch(state, out, scores, slots, drafts, segments, budget, positions, ppm)
+        _select_torch(state, out, scores, slots, drafts, segments, budget, non_draft, cap, positions, ppm)
         return
     P, R, warps = tile
-    on_device = isinstance(budget, torch.Tensor)
+    on_device, tokens_on_device = isinstance(budget, torch.Tensor), isinstance(non_draft, torch.Tensor)
     select_kernel[(num_segments,)](
         scores, slots, drafts, segments, budget if on_device else None, 0 if on_device else budget,
+        non_draft if tokens_on_device else None, -1 if tokens_on_device or non_draft is None else non_draft, cap,
         slots.shape[0], scores.shape[0], positions, ppm,
         state.survival, state.admitted, state.drafts, state.mean, state.sums, state.counters,
         out.admitted, out.cu_verify, out.budget, P=P, R=R, num_warps=warps,
@@ -226,6 +239,8 @@ def _select_torch(
     drafts: torch.Tensor | None,
     segments: torch.Tensor | None,
     budget: torch.Tensor | int,
+    non_draft: torch.Tensor | int | None,
+    cap: int,
     positions: int,
     ppm: int,
 ) -> None:
@@ -244,11 +259,12 @@ def _select_torch(
     p = torch.ones(rows, positions, device=device)
     p[real] = scores[at, :positions]
     drafted = torch.arange(positions, device=device) < depth[:, None]
-    unscored = (drafted & (p == UNSCORED)).any(1)
+    unscored = (drafted & (p < 0)).any(1)
+    p = torch.where(p < 0, 1.0, p.nan_to_num(0.0).clamp_max(1.0))
     running, columns = torch.ones(rows, device=device), []
     previous = running
     for k in range(positions):
-        previous = torch.where(drafted[:, k], torch.where(p[:, k] < 0, 1.0, p[:, k]), previous)
+        previous = torch.where(drafted[:, k], p[:, k], previous)
         running = running * previous
         columns.append(running)
     s = torch.stack(columns, 1)
@@ -262,7 +278,11 @@ def _select_torch(
         explored = real[first:last] & ((rank - start) % max(requests, 1) < count)
         key = torch.where((explored | unscored[first:last])[:, None], 2.0, s[first:last])
         part = depth[first:last]
-        out.budget[seg] = granted = min(max(int(budgets[seg]), 0), int(part.sum()))
+        if isinstance(non_draft, torch.Tensor):
+            tokens = max(int(non_draft[seg]), 0)
+        else:
+            tokens = requests if non_draft is None else non_draft
+        out.budget[seg] = granted = min(max(int(budgets[seg]), 0), int(part.sum()), max(cap - tokens, 0))
         admitted[first:last] = admit_reference(key, part, granted)
         state.counters[EXPLORED] += int((explored & (admitted[first:last] > 0)).sum())
     out.admitted[:rows] = admitted
