@@ -1,0 +1,116 @@
+"""DFLASH drafters: a block drafted by argmax in one forward.
+
+SGLang's worker drafts and verifies a fixed width. Here the features come from the logits of the head that the drafts
+are the argmax of, the verify batch is packed before the target's forward and unpacked after it, and acceptance is cut.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from av_triton_sglang import flag, ragged, step
+from av_triton_sglang.flag import FlagError
+from av_triton_sglang.hooks import AFTER, AROUND, Hook
+
+_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2."
+
+# Rows of logits in memory at once, as in SGLang's own loop.
+CHUNK = 256
+
+
+def refuse(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """After the worker is built: what only the drafter's checkpoint tells."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if flag.current() is None:
+        return
+    for found, what in (
+        (worker._is_domino, "a Domino head drafts by a recurrent rollout whose logits it does not keep"),
+        (worker.lilicorr is not None, "a LiLiCorr head's drafts are not supported"),
+        (worker.selector is not None, "DFlash2's candidate selector is not supported yet"),
+        (
+            mambaish_config(worker.model_runner.model_config) is not None,
+            "a target with linear attention is not supported: its state is committed for one verify width",
+        ),
+    ):
+        if found:
+            raise FlagError(f"this DFLASH drafter cannot use adaptive verification: {what}; leave out the flag")
+
+
+def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
+    launch = flag.current()
+    if launch is not None:
+        step.build(launch, worker.server_args, worker.model_runner, int(worker.block_size) - 1)
+
+
+def draft(
+    original: Callable[..., Tensor], worker: Any, *, hidden_states: Tensor, lm_head: Any, chunk_size: int = CHUNK
+) -> Tensor:
+    """Argmax drafts [B * K] of hidden states [B * K, H], with their scores; one product with the head serves both."""
+    if not step.exists():
+        return original(worker, hidden_states=hidden_states, lm_head=lm_head, chunk_size=chunk_size)
+    from sglang.srt.speculative.dflash_utils import is_dense_head_weight
+
+    context = step.current()
+    weight = getattr(lm_head, "weight", None)
+    if not is_dense_head_weight(weight):
+        raise RuntimeError("adaptive verification needs a dense LM head for DFLASH: leave out the flag")
+    if hasattr(lm_head, "shard_indices"):
+        weight = weight[: lm_head.shard_indices.num_org_elements]
+    positions = context.num_draft_positions
+    rows = max(chunk_size // positions, 1) * positions
+    tokens = torch.empty(hidden_states.shape[0], dtype=torch.long, device=hidden_states.device)
+    for start in range(0, hidden_states.shape[0], rows):
+        logits = torch.matmul(hidden_states[start : start + rows].to(weight.dtype), weight.T)
+        torch.argmax(logits, dim=-1, out=tokens[start : start + rows])
+        context.score(logits.view(-1, positions, logits.shape[-1]), first=start // positions)
+    return tokens
+
+
+def pack(original: Callable[..., Any], verify_input: Any, batch: Any, target_worker: Any, **kwargs: Any) -> Any:
+    """Around the preparation of the verify batch."""
+    if not step.exists() or batch.forward_mode.is_idle():
+        return original(verify_input, batch, target_worker, **kwargs)
+    context = step.current()
+    ids = verify_input.draft_token.view(context.rows, context.num_draft_positions + 1)
+    plan = ragged.layout(context, ids.device)
+    packed = ragged.window(batch, plan, ids, target_worker.model_runner)
+    verify_input.draft_token, verify_input.positions = packed.verify_ids, packed.positions
+    verify_input.ragged_verify_layout, verify_input.kv_loc_cols = plan, packed.window_index
+    committed = batch.seq_lens_cpu
+    if committed is not None:
+        committed = committed - ids.shape[1]  # the worker has added the full width
+    verify_input.live_seq_lens_cpu = committed
+    batch.out_cache_loc = packed.verify_cache_loc
+    ragged.extend_host_lengths(batch, plan, committed)
+    return original(verify_input, batch, target_worker, **kwargs)
+
+
+def accept(original: Callable[..., Any], worker: Any, *, candidates: Tensor, **kwargs: Any) -> Any:
+    """candidates: [B, K + 1]. Returns SGLang's (accepted, committed, bonus, out_tokens, new_seq_lens)."""
+    accepted, committed, bonus, out, lengths = original(worker, candidates=candidates, **kwargs)
+    if not step.exists():
+        return accepted, committed, bonus, out, lengths
+    from sglang.srt.speculative.dflash_worker_v2 import _commit_accept
+
+    context = step.current()
+    cut = ragged.cut(accepted, context.layout)
+    after = candidates.gather(1, (cut.accepted + 1).clamp(max=candidates.shape[1] - 1).long()[:, None])[:, 0]
+    bonus = torch.where(cut.over, after.to(bonus.dtype), bonus)
+    out, committed = _commit_accept(candidates, cut.accepted, bonus)
+    context.trimmed = cut.trimmed
+    context.observe(cut.accepted)
+    return cut.accepted, committed, bonus, out, None
+
+
+HOOKS = (
+    Hook(_WORKER + "__init__", refuse, AFTER),
+    Hook(_WORKER + "alloc_memory_pool", build, AFTER),
+    Hook(_WORKER + "forward_batch_generation", step.forward, AROUND),
+    Hook(_WORKER + "_greedy_sample_from_vocab_parallel_head", draft, AROUND),
+    Hook(_WORKER + "_accept_block", accept, AROUND),
+    Hook("sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", pack, AROUND),
+    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", ragged.unpack, AFTER),
+)

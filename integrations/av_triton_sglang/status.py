@@ -1,0 +1,71 @@
+"""What an operator sees: a line in the log at an interval, and `adaptive_verification` in GET /server_info."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from av_triton_sglang.step import StepContext
+
+logger = logging.getLogger(__name__)
+
+Q30 = float(1 << 30)
+
+
+class Reporter:
+    """Reads the verifier's counters, which waits for the device: at intervals only."""
+
+    def __init__(self, context: "StepContext") -> None:
+        self._context = context
+        self._last: dict[str, npt.NDArray[np.int64]] = {}
+
+    def report(self) -> None:
+        """One line about the steps since the last one."""
+        # Copies: on a CPU they are views of what the next step adds to.
+        now = {name: value.copy() for name, value in self._context.verifier.counters().items()}
+        new = {name: value - self._last.get(name, 0) for name, value in now.items()}
+        self._last = now
+        # A request of K drafts counts once at the first position.
+        requests = max(int(new["drafted"][0]), 1)
+        logger.info(
+            "Adaptive verification: %d steps of %.1f requests, %.2f of %.2f drafts verified and %.2f accepted per "
+            "request; of the labelled drafts %.3f accepted, %.3f expected; %d refits, %d explored, %d bypassed.",
+            new["steps"],
+            requests / max(int(new["steps"]), 1),
+            new["admitted"].sum() / requests,
+            new["drafted"].sum() / requests,
+            new["accepted"].sum() / requests,
+            new["labelled_accepted"].sum() / max(int(new["labelled"].sum()), 1),
+            new["expected_accepted"].sum() / Q30 / max(int(new["labelled"].sum()), 1),
+            new["refits"],
+            new["explored"],
+            new["bypassed"],
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Plain data."""
+        context = self._context
+        status, fitted = context.verifier.status(), context.verifier.coefficients()
+        return {
+            "active": status.active,
+            "reason": status.reason,
+            "algorithm": context.algorithm,
+            "policy": status.policy,
+            "backend": status.backend,
+            "cost": context.cost_source,
+            "coefficients": {
+                name: {"slope": slope, "intercepts": list(intercepts)}
+                for name, slope, intercepts in zip(fitted.strata, fitted.slopes, fitted.intercepts, strict=True)
+            },
+            **{name: value.tolist() for name, value in context.verifier.counters().items()},
+        }
+
+
+def add_to_internal_state(result: Any, controller: Any, request: Any) -> None:
+    """A hook after the scheduler's `get_internal_state`."""
+    from av_triton_sglang import step
+
+    if step.exists():
+        result.internal_state["adaptive_verification"] = step.current().status()

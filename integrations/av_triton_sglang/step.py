@@ -1,0 +1,189 @@
+"""The step context: one verifier per worker, and what the drafter families share around it.
+
+A decode step is begin -> score -> plan -> (verify) -> observe -> end. Slots are SGLang's `req_pool_indices`; they stay
+in one persistent buffer, -1 beyond the batch, so that the calls that a graph may capture see the same addresses.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from av_triton import AdaptiveVerifier, Plan
+from av_triton_sglang import costs
+from av_triton_sglang.flag import Launch
+from av_triton_sglang.status import Reporter
+
+logger = logging.getLogger(__name__)
+
+GREEDY_STRATUM = 1
+
+
+def changes_target(request: Any) -> bool:
+    """Whether the request's target distribution is changed by something that the drafter does not see."""
+    p = request.sampling_params
+    return bool(
+        p.frequency_penalty
+        or p.presence_penalty
+        or p.repetition_penalty != 1.0
+        or p.min_new_tokens
+        or p.logit_bias
+        or p.json_schema
+        or p.regex
+        or p.ebnf
+        or p.structural_tag
+        or p.custom_params
+        or p.watermark
+        or request.grammar is not None
+        or request.custom_logit_processor is not None
+    )
+
+
+class StepContext:
+    """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        arguments: Any,
+        *,
+        num_draft_positions: int,
+        num_slots: int,
+        max_rows: int,
+        device: str,
+    ) -> None:
+        self.config = launch.config
+        self.algorithm = launch.algorithm
+        self.num_draft_positions = num_draft_positions
+        cost, self.cost_source = costs.load(self.config, arguments)
+        self.verifier = AdaptiveVerifier(
+            num_slots, num_draft_positions, device, cost=cost, settings=self.config.settings, max_rows=max_rows
+        )
+        if self.config.coefficients and Path(self.config.coefficients).exists():
+            self.verifier.load(self.config.coefficients)
+        with self.verifier.device:
+            self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
+            self._teach = torch.ones(num_slots, dtype=torch.bool)
+        self.rows = 0
+        # Of the running step: SGLang's RaggedVerifyLayout, and accepted drafts that were cut away [B].
+        self.layout: Any = None
+        self.trimmed: Tensor | None = None
+        self._steps = 0
+        self._reporter = Reporter(self)
+
+    def reset(self, slots: Tensor, requests: list[Any]) -> None:
+        """The requests of a prefill batch begin (or go on being prefilled) in `slots`."""
+        device = self.verifier.device
+        strata = None
+        if len(self.config.settings.strata) > 1:
+            greedy = [GREEDY_STRATUM if each.sampling_params.top_k == 1 else 0 for each in requests]
+            strata = torch.tensor(greedy, dtype=torch.int32).to(device, non_blocking=True)
+        self.verifier.reset(slots, strata)
+        teach = torch.tensor([not changes_target(each) for each in requests]).to(device, non_blocking=True)
+        self._teach[slots.long()] = teach
+
+    def begin(self, slots: Tensor) -> None:
+        self.rows, self.layout, self.trimmed = slots.shape[0], None, None
+        self._slots[: self.rows].copy_(slots)
+        self._slots[self.rows :].fill_(-1)
+
+    def slots(self, rows: int, first: int = 0) -> Tensor:
+        """int64 [rows]: of the running step, from row `first`; -1 beyond the batch (a graph's padding)."""
+        return self._slots[first : first + rows]
+
+    def score(
+        self, logits: Tensor, position: int | None = None, temperature: Tensor | None = None, first: int = 0
+    ) -> None:
+        """Score the rows from `first` on.
+
+        logits: [B, K, V], or [B, V] at one position. temperature: fp32 [B] of the drafter, 0 where it took the argmax;
+        None: it always does.
+        """
+        self.verifier.score(logits, self.slots(logits.shape[0], first), position, temperature)
+
+    def plan(self) -> Plan:
+        return self.verifier.plan(self.slots(self.rows), budget=self._budget())
+
+    def _budget(self) -> int | None:
+        """What the host puts in force; None: the device decides, from earlier scores.
+
+        A host that picks a captured graph gives the number that it picked the graph for.
+        """
+        return None
+
+    def observe(self, accepted: Tensor) -> None:
+        """accepted: integers [B], accepted drafts of each row, at most what was verified."""
+        slots = self.slots(self.rows)
+        self.verifier.observe(slots, accepted, teach=self._teach[slots])
+
+    def end(self) -> None:
+        """After every decode step: what is reported and saved at intervals."""
+        self.layout = None
+        self._steps += 1
+        if self.config.log_interval and self._steps % self.config.log_interval == 0:
+            self._reporter.report()
+        path = self.config.coefficients
+        if path and self.config.save_interval and self._steps % self.config.save_interval == 0:
+            self.verifier.save(path)
+
+    def status(self) -> dict[str, Any]:
+        return self._reporter.status()
+
+
+_current: StepContext | None = None
+
+
+def current() -> StepContext:
+    """This process's step context; a process runs one worker."""
+    if _current is None:
+        raise RuntimeError("adaptive verification has no step context: the worker's memory pool was never allocated")
+    return _current
+
+
+def exists() -> bool:
+    return _current is not None
+
+
+def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int) -> StepContext:
+    """Make the step context of this process's worker, once its request pool is there."""
+    global _current
+    pool = model_runner.req_to_token_pool.req_to_token
+    _current = StepContext(
+        launch,
+        arguments,
+        num_draft_positions=num_draft_positions,
+        num_slots=pool.shape[0],
+        max_rows=min(pool.shape[0], model_runner.max_running_requests),
+        device=model_runner.device,
+    )
+    status = _current.verifier.status()
+    logger.info(
+        "Adaptive verification: %s; algorithm %s, %d draft positions, costs from %s, coefficients %s, backend %s.",
+        f"active ({status.reason})" if status.active else f"INACTIVE ({status.reason})",
+        launch.algorithm,
+        num_draft_positions,
+        _current.cost_source,
+        f"{status.refits} refits so far" if status.refits else "initial",
+        status.backend,
+    )
+    return _current
+
+
+def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """A hook around a worker's `forward_batch_generation`."""
+    if _current is None or batch.forward_mode.is_idle():
+        return original(worker, batch, *args, **kwargs)
+    if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+        _current.reset(batch.req_pool_indices, batch.reqs)
+        return original(worker, batch, *args, **kwargs)
+    _current.begin(batch.req_pool_indices)
+    result = original(worker, batch, *args, **kwargs)
+    if _current.trimmed is not None:
+        # What SGLang's statistics call the cap; its DSPARK worker sets both itself.
+        result.cap_lens = _current.layout.verify_lens
+        result.block_accept_lens = result.accept_lens + _current.trimmed
+    _current.end()
+    return result

@@ -1,0 +1,134 @@
+"""Every place in SGLang that the plug-in hooks or calls, with the parameters that it counts on.
+
+A hook that SGLang cannot apply is only logged by it, and one whose target has changed would fail in the middle of
+serving; so both are checked when the server starts.
+"""
+
+import inspect
+import pkgutil
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+
+VERIFIED = ("0.5.23",)
+
+_DSPARK = "sglang.srt.speculative.dspark_components."
+
+COMMON: Mapping[str, str] = {
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state": (
+        "self, recv_req"
+    ),
+    "sglang.srt.managers.overlap_utils.decide_needs_confidence_relay": "",
+}
+
+DSPARK: Mapping[str, str] = {
+    "sglang.srt.models.dspark.build_confidence_head": "config",
+    "sglang.srt.models.deepseek_v4_dspark.build_dspark_v4_confidence_head": "*, config, markov_rank",
+    _DSPARK + "dspark_planner.DSparkVerifyPlanner.__init__": (
+        "self, *, draft_model, gamma, model_runner, device, tp_rank, verify_num_draft_tokens, tp_sync"
+    ),
+    _DSPARK + "dspark_planner.DSparkVerifyPlanner.schedule_layout": (
+        "self, *, req_pool_indices, prefix_lens, device, confidence, budget, global_num_reqs, dp_tier_num_tokens"
+    ),
+    _DSPARK + "dspark_draft.draft_markov_block": (
+        "*, markov_head, base_logits, anchor_tokens, draft_hidden, step_temperatures, noise, tp_sync, logits_out, "
+        "greedy_draft"
+    ),
+    _DSPARK + "dspark_worker_v2.DSparkWorkerV2.alloc_memory_pool": (
+        "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
+    ),
+    _DSPARK + "dspark_worker_v2.DSparkWorkerV2.forward_batch_generation": (
+        "self, batch, on_publish, grammar_barrier, *, pp_proxy_tensors"
+    ),
+    _DSPARK + "dspark_observability.DsparkStepObservers.observe_verify_step": (
+        "self, *, forward_ct, reqs, bs, proposal_folded, verify_ids_2d, target_logits, layout, confidence, "
+        "confidence_raw, prefix_lens, draft_tokens, draft_block, sampling_info, correct_len, cap_trim_lens, bonus, "
+        "commit_lens, verify_token_budget, req_pool_indices, verify_tier_num_tokens, dp_tier_num_tokens"
+    ),
+}
+
+_DFLASH = "sglang.srt.speculative.dflash_worker_v2."
+_PACKED: Mapping[str, str] = {
+    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": (
+        "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, *, capture_hidden_mode, "
+        "return_kv_loc_plan"
+    ),
+    "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": (
+        "self, batch, target_worker, *, defer_metadata_init"
+    ),
+    "sglang.kernels.ops.speculative.dspark.dspark_verify_window.BuildRaggedVerifyWindow.torch": (
+        "*, batch, layout, draft_block_ids, draft_tokens, bs, device, verify_num_draft_tokens, model_runner"
+    ),
+    "sglang.kernels.ops.speculative.dspark.dspark_verify_window.ScatterCompactToStrided.torch": (
+        "*, compact, layout, fill_value, verify_num_draft_tokens"
+    ),
+}
+
+DFLASH: Mapping[str, str] = {
+    **_PACKED,
+    _DFLASH + "DFlashWorkerV2.__init__": "self, server_args, gpu_id, nccl_port, target_worker",
+    _DFLASH + "DFlashWorkerV2.alloc_memory_pool": (
+        "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
+    ),
+    _DFLASH + "DFlashWorkerV2.forward_batch_generation": "self, batch, on_publish, grammar_barrier, pp_proxy_tensors",
+    _DFLASH + "DFlashWorkerV2._greedy_sample_from_vocab_parallel_head": ("self, *, hidden_states, lm_head, chunk_size"),
+    _DFLASH + "DFlashWorkerV2._accept_block": (
+        "self, *, candidates, next_token_logits, sampling_info, draft_input, prefix_lens, bs, target_predict"
+    ),
+    _DFLASH + "_commit_accept": "candidates, accept_len, bonus_tokens",
+}
+
+
+class TargetError(RuntimeError):
+    """The installed SGLang is not the one that the plug-in was written for."""
+
+
+def parameters(function: object) -> str:
+    """Names of the parameters, `*` before those that are keyword-only: "self, a, *, b"."""
+    names, keyword_only = [], False
+    for each in inspect.signature(inspect.unwrap(function)).parameters.values():  # type: ignore[arg-type]
+        if each.kind is each.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            names.append("*")
+        prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        keyword_only |= each.kind is each.VAR_POSITIONAL
+        names.append(prefix + each.name)
+    return ", ".join(names)
+
+
+def mismatches(expected: Mapping[str, str]) -> list[str]:
+    """What of `expected` the installed SGLang does not have, in words."""
+    found = []
+    for path, wanted in expected.items():
+        owner, _, name = path.rpartition(".")
+        try:
+            function = getattr(pkgutil.resolve_name(owner), name)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{path} is missing ({error})")
+            continue
+        got = parameters(function)
+        if got != wanted:
+            found.append(f"{path} takes ({got}), expected ({wanted})")
+    return found
+
+
+def check(expected: Mapping[str, str]) -> None:
+    """Raises TargetError with every mismatch."""
+    wrong = mismatches(expected)
+    if wrong:
+        raise _error(wrong)
+
+
+def check_applied(paths: Iterable[str], applied: Iterable[str]) -> None:
+    """Raises TargetError where SGLang's registry has not applied a hook."""
+    missing = sorted(set(paths) - set(applied))
+    if missing:
+        raise _error([f"{path} could not be hooked (SGLang's log has the reason)" for path in missing])
+
+
+def _error(problems: list[str]) -> TargetError:
+    lines = "\n  - ".join(problems)
+    return TargetError(
+        f"adaptive verification does not fit the installed SGLang {version('sglang')} (verified: "
+        f"{', '.join(VERIFIED)}):\n  - {lines}\nInstall sglang=={VERIFIED[-1]}, or leave out "
+        "--enable-adaptive-verification."
+    )

@@ -1,0 +1,78 @@
+"""Jobs for the fork server: an engine, some requests, and what came of them."""
+
+import time
+from typing import Any
+
+from tests.integrations.sglang.cpu_engine.attention_name import NAME
+
+DEFAULTS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+    "max_running_requests": 4,
+    "attention_backend": NAME,
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "skip_server_warmup": True,
+    "skip_tokenizer_init": True,
+    "log_level": "info",
+    "random_seed": 0,
+}
+
+
+def generate(
+    engine: dict[str, Any],
+    prompts: list[list[int]],
+    sampling: dict[str, Any] | list[dict[str, Any]],
+    repeats: int = 1,
+) -> dict[str, Any]:
+    """Token ids, per-request statistics and the scheduler's state after `repeats` runs of the same prompts."""
+    import sglang
+
+    start = time.perf_counter()
+    with sglang.Engine(**DEFAULTS | engine) as running:
+        ready = time.perf_counter()
+        runs = [running.generate(input_ids=prompts, sampling_params=sampling) for _ in range(repeats)]
+        done = time.perf_counter()
+        state = running.get_server_info()["internal_states"][0]
+        return {
+            "tokens": [[each["output_ids"] for each in run] for run in runs],
+            "meta": [[_plain(each["meta_info"]) for each in run] for run in runs],
+            "adaptive_verification": state.get("adaptive_verification"),
+            "start_seconds": ready - start,
+            "generate_seconds": done - ready,
+        }
+
+
+def next_logprobs(engine: dict[str, Any], context: list[int], tokens: list[int]) -> list[float]:
+    """Log-probabilities of `tokens` after `context`."""
+    import sglang
+
+    with sglang.Engine(**DEFAULTS | engine) as running:
+        result = running.generate(
+            input_ids=[context],
+            sampling_params={"temperature": 0, "max_new_tokens": 1},
+            return_logprob=True,
+            token_ids_logprob=[tokens],
+        )[0]
+    by_token = {token: value for value, token, *_ in result["meta_info"]["output_token_ids_logprobs"][0]}
+    return [by_token[token] for token in tokens]
+
+
+def _plain(meta: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in meta.items() if isinstance(value, (int, float, str, list))}
+
+
+def hooks_of_the_plugin(engine: dict[str, Any]) -> list[str]:
+    """What the plug-in has hooked in a process that ran an engine."""
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    with sglang.Engine(**DEFAULTS | engine) as running:
+        running.generate(input_ids=[[5, 6]], sampling_params={"temperature": 0, "max_new_tokens": 8})
+    return sorted(
+        target
+        for target, hooks in HookRegistry._hooks.items()
+        if any(hook.__module__.startswith("av_triton") for _, hook, _ in hooks)
+    )

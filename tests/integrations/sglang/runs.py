@@ -1,0 +1,95 @@
+"""Engine runs that the tests share: plain, static and adaptive decoding of the same prompts, and how they compare."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from av_triton import CostTable
+from tests.integrations.sglang.cpu_engine import checkpoints
+from tests.integrations.sglang.cpu_engine.attention_name import NAME
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+
+GENERATE = "tests.integrations.sglang.cpu_engine.jobs:generate"
+PROMPTS = [[5, 6, 7, 8], [100, 4, 200], [17, 18, 19, 20, 21], [300, 301]]
+# A machine whose step costs twice as much at 20 tokens as at 4.
+COST = CostTable(draft=[(1, 1.0), (16, 1.5)], verify=[(1, 4.0), (4, 6.0), (8, 9.0), (20, 18.0), (80, 66.0)])
+# Two logits that are closer may swap where a batch is summed in another order.
+LOGIT_TOLERANCE = 1e-3
+
+CHAIN = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
+
+
+class Family(NamedTuple):
+    algorithm: str
+    drafter: str  # name in checkpoints.MAKERS
+    width: int  # K + 1
+    options: dict[str, Any]
+
+
+FAMILIES = {
+    "DSPARK": Family("DSPARK", "dspark", 5, {}),
+    "DFLASH": Family("DFLASH", "dflash", 5, {}),
+}
+
+
+def engine(family: Family | None, models: Path, adaptive: bool = False, **config: Any) -> dict[str, Any]:
+    """Keywords of `sglang.Engine`. family None: no drafter. config: of the plug-in, over the defaults here."""
+    keywords: dict[str, Any] = {"model_path": str(checkpoints.make("target", models))}
+    if family is not None:
+        drafter = checkpoints.make(family.drafter, models)
+        keywords |= {"speculative_algorithm": family.algorithm, "speculative_draft_model_path": str(drafter)}
+        keywords |= family.options
+    if adaptive:
+        keywords["enable_adaptive_verification"] = True
+        keywords["adaptive_verification_config"] = plugin_config(models, **config)
+    return keywords
+
+
+def plugin_config(models: Path, **changes: Any) -> dict[str, Any]:
+    COST.save(models / "cost.json")
+    return {"cost_table": str(models / "cost.json"), "ragged_backends": [NAME], "log_interval": 20} | changes
+
+
+class Outcome(NamedTuple):
+    tokens: list[list[int]]
+    meta: list[dict[str, Any]]
+    status: dict[str, Any] | None
+    log: str
+
+    @property
+    def steps(self) -> int:
+        """Verified rows: requests times decode steps."""
+        return sum(each["spec_verify_ct"] for each in self.meta)
+
+
+def run(server: ForkServer, keywords: dict[str, Any], length: int = 120, **sampling: Any) -> Outcome:
+    return _run(server, json.dumps(keywords), length, json.dumps(sampling))
+
+
+@lru_cache(maxsize=64)
+def _run(server: ForkServer, keywords: str, length: int, sampling: str) -> Outcome:
+    parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} | json.loads(sampling)
+    result, log = server.call(GENERATE, engine=json.loads(keywords), prompts=PROMPTS, sampling=parameters)
+    return Outcome(result["tokens"][0], result["meta"][0], result["adaptive_verification"], log)
+
+
+def assert_same_text(server: ForkServer, plain_engine: dict[str, Any], plain: Outcome, other: Outcome) -> None:
+    """Equal over the full output; a first difference passes where the two logits nearly tie, and is printed."""
+    for prompt, want, got in zip(PROMPTS, plain.tokens, other.tokens, strict=True):
+        if want == got:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
+        gap = logit_gap(server, plain_engine, prompt + want[:at], want[at], got[at])
+        print(f"prompt {prompt}: token {at} is {got[at]} for {want[at]}; their logits differ by {gap:.1e}")
+        assert gap < LOGIT_TOLERANCE, (prompt, at, want[at], got[at], gap)
+
+
+def logit_gap(server: ForkServer, plain_engine: dict[str, Any], context: list[int], first: int, second: int) -> float:
+    result, _ = server.call(
+        "tests.integrations.sglang.cpu_engine.jobs:next_logprobs",
+        engine=plain_engine,
+        context=context,
+        tokens=[first, second],
+    )
+    return abs(result[0] - result[1])

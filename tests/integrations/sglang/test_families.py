@@ -1,0 +1,77 @@
+"""Each drafter family in SGLang's real engine: the same text as plain decoding, with fewer tokens verified."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.sglang import runs
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+from tests.integrations.sglang.runs import FAMILIES, engine, run
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> runs.Family:
+    return FAMILIES[request.param]
+
+
+def test_greedy_text_is_that_of_plain_decoding(server: ForkServer, models: Path, family: runs.Family) -> None:
+    plain = run(server, engine(None, models))
+    adaptive = run(server, engine(family, models, adaptive=True))
+    assert adaptive.status is not None
+    assert adaptive.status["active"]
+    runs.assert_same_text(server, engine(None, models), plain, adaptive)
+
+
+def test_fewer_tokens_are_verified_than_statically(server: ForkServer, models: Path, family: runs.Family) -> None:
+    static = run(server, engine(family, models))
+    adaptive = run(server, engine(family, models, adaptive=True))
+    assert adaptive.status is not None
+    tokens = sum(map(len, adaptive.tokens)) - len(adaptive.tokens)  # the first token comes from the prefill
+    before = static.steps * family.width
+    after = adaptive.steps + sum(adaptive.status["admitted"])
+    print(f"{family.algorithm}: {before} -> {after} tokens verified for {tokens}")
+    assert after < 0.8 * before
+    assert tokens / after > tokens / before
+
+
+def test_counters_are_those_of_the_outputs(server: ForkServer, models: Path, family: runs.Family) -> None:
+    adaptive = run(server, engine(family, models, adaptive=True))
+    status = adaptive.status
+    assert status is not None
+    positions = family.width - 1
+    assert status["drafted"] == [adaptive.steps] * positions
+    assert [a + t for a, t in zip(status["admitted"], status["trimmed"], strict=True)] == status["drafted"]
+    # SGLang's own statistics: verified drafts that were accepted, cut at the length limit.
+    reported = sum(each["spec_num_correct_drafts"] for each in adaptive.meta)
+    assert reported <= sum(status["accepted"]) <= reported + len(adaptive.meta) * positions
+    assert all(a >= b for a, b in zip(status["accepted"], status["accepted"][1:], strict=False))
+    assert all(l <= a for l, a in zip(status["labelled"], status["admitted"], strict=True))
+    assert "Adaptive verification: active" in adaptive.log
+    assert "Adaptive verification: 20 steps" in adaptive.log
+
+
+def test_sampled_requests_are_served(server: ForkServer, models: Path, family: runs.Family) -> None:
+    sampled = run(server, engine(family, models, adaptive=True), length=60, temperature=1.0)
+    assert [len(each) for each in sampled.tokens] == [60] * len(runs.PROMPTS)
+    assert sampled.status is not None
+    assert sum(sampled.status["labelled"]) > 0
+
+
+def test_a_fixed_budget_holds_in_every_step(server: ForkServer, models: Path, family: runs.Family) -> None:
+    settings = {"policy": "fixed", "fixed_budget": 3, "exploration": 0.0}
+    fixed = run(server, engine(family, models, adaptive=True, settings=settings))
+    assert fixed.status is not None
+    assert sum(fixed.status["admitted"]) <= 3 * fixed.status["steps"]
+    runs.assert_same_text(server, engine(None, models), run(server, engine(None, models)), fixed)
+
+
+def test_without_the_flag_nothing_is_hooked(server: ForkServer, models: Path, family: runs.Family) -> None:
+    applied, _ = server.call(
+        "tests.integrations.sglang.cpu_engine.jobs:hooks_of_the_plugin", engine=engine(family, models)
+    )
+    assert applied == [
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+    ]
