@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not here, and read what the compiler made of them.
 
-The launches of the library are recorded, not described: a stand-in Triton driver runs a workload on CPU tensors, notes every
-kernel with the types, constants and options that the real launch passes, and drops it. So what is compiled is what runs.
+The launches of the library are recorded, not described: under a stand-in Triton driver the library runs on CPU tensors;
+every launch is noted with the types, constants and options that it passes, and dropped. What is compiled is what runs.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ import triton
 import typer
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+
+import av_triton as av
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -45,13 +48,29 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     registers: most 32-bit registers per thread, NVIDIA and AMD (vector). wide_loads: fewest loads of 16 bytes.
     atomics_64: fewest 64-bit atomic instructions. per_logit: most instructions per logit in the loop over the
-    vocabulary, checked on NVIDIA, where one instruction is one issue slot.
+    vocabulary, with one exp2 each; checked on NVIDIA, where one instruction is one issue slot.
     """
 
     registers: int
     wide_loads: int = 0
     atomics_64: int = 0
     per_logit: float = float("inf")
+
+
+# By kernel. Registers: half of what a thread may have, so that two blocks share a multiprocessor; select and
+# segmented_topk hold a whole batch in one block of up to 512 threads, which cannot have more.
+LIMITS = {
+    "logit_max_kernel": Limits(registers=96, wide_loads=2, per_logit=10),
+    "acceptance_score_kernel": Limits(registers=64),
+    "survival_kernel": Limits(registers=64),
+    "segmented_topk_kernel": Limits(registers=128),
+    "select_kernel": Limits(registers=128, atomics_64=4),
+    "budget_kernel": Limits(registers=128),
+    "accumulate_kernel": Limits(registers=128, atomics_64=6),
+    "observe_kernel": Limits(registers=128, atomics_64=12),
+    "refit_kernel": Limits(registers=128),
+    "reset_kernel": Limits(registers=64),
+}
 
 
 class KernelCase(msgspec.Struct, frozen=True):
@@ -69,6 +88,15 @@ class KernelCase(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return str(self.kernel.__name__)
 
+    def limits(self) -> Limits:
+        """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
+        limits = LIMITS[self.name]
+        if "row_stride" in self.signature:
+            kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
+            if ["tt.divisibility", 16] not in kinds:
+                return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
+        return limits
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the compiler made of one case. Counts are instructions of the whole kernel, per thread.
@@ -79,6 +107,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kernel: str
+    workload: str
     target: str
     registers: int
     spilled: int
@@ -191,7 +220,7 @@ def record(run: Callable[[], object], target: str) -> list[KernelCase]:
     return list(cases.values())
 
 
-def compile_case(case: KernelCase) -> Report:
+def compile_case(case: KernelCase, workload: str = "") -> Report:
     """Compile one case with Triton and the assembler of its target; raises what the compiler raises."""
     start = time.perf_counter()
     source = ASTSource(case.kernel, case.signature, case.constants, case.attributes)
@@ -204,6 +233,7 @@ def compile_case(case: KernelCase) -> Report:
         found = _read_amd(compiled.asm["amdgcn"], itemsize)
     return Report(
         kernel=case.name,
+        workload=workload,
         target=case.target,
         shared=compiled.metadata.shared,
         seconds=time.perf_counter() - start,
@@ -364,3 +394,141 @@ def check(report: Report, limits: Limits) -> list[str]:
             if report.exp2_per_logit > 1:
                 found.append(f"{report.exp2_per_logit:.2f} exp2 per logit, at most 1")
     return found
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A use of the library that launches kernels. `quick`: one of the few that together launch every kernel."""
+
+    name: str
+    run: Callable[[], object]
+    quick: bool = False
+
+
+def workloads() -> list[Workload]:
+    """Every kernel at the shapes, dtypes and options that change what is compiled."""
+    return [*_op_workloads(), *_verifier_workloads()]
+
+
+def _op_workloads() -> Iterator[Workload]:
+    f32, i32, i64 = (partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        logits = torch.empty(8, 7, 129_280, dtype=dtype)
+        odd = torch.empty(8, 50_257, dtype=dtype)
+        yield Workload(f"logit_max {name}", partial(av.logit_max, logits))
+        yield Workload(f"logit_max {name}, odd vocabulary", partial(av.logit_max, odd))
+        yield Workload(f"logit_max_partial {name}, a quarter", partial(av.logit_max_partial, logits[..., :32_320]))
+        yield Workload(f"score_logits {name}", partial(av.score_logits, logits, f32(1), f32(7), f32(8)))
+    yield Workload("acceptance_score", partial(av.acceptance_score, f32(64, 7), f32(1), f32(7)), quick=True)
+    for rows, positions in ((64, 7), (256, 7), (1024, 16)):
+        label, quick = f"{rows} x {positions}", rows == 256
+        table, length, budget = f32(rows, positions), i32(rows), i32(1)
+        yield Workload(f"survival {label}", partial(av.survival, table, length), quick=quick)
+        yield Workload(f"segmented_topk {label}", partial(av.segmented_topk, table, length, budget), quick=quick)
+        cost = torch.empty(rows * positions + 1, dtype=torch.float64)
+        for policy in ("argmax", "lookahead"):
+            run = partial(av.choose_budget, table, length, cost, policy=policy)
+            yield Workload(f"choose_budget {policy} {label}", run)
+        run = partial(av.accumulate, table, length, length, f32(2), f32(2, positions), length)
+        yield Workload(f"accumulate {label}", run, quick=quick)
+        yield Workload(
+            f"refit {label}", partial(av.refit, i64(2, 6, positions), f32(2), f32(2, positions)), quick=quick
+        )
+
+
+def _verifier_workloads() -> Iterator[Workload]:
+    variants: dict[str, dict[str, Any]] = {
+        "earlier": {},
+        "fixed": {"policy": "fixed", "fixed_budget": 8},
+        "lookahead": {"policy": "lookahead"},
+        "autoregressive": {"autoregressive": True},
+    }
+    for rows, positions in ((8, 3), (64, 7), (256, 7), (1024, 7), (1024, 16)):
+        for name, settings in variants.items():
+            run = partial(_steps, rows, positions, av.Settings(**settings))
+            yield Workload(f"verifier {name} {rows} x {positions}", run, quick=(rows, name) == (256, "earlier"))
+
+
+def _steps(rows: int, positions: int, settings: av.Settings) -> None:
+    """Steps of a verifier, block or autoregressive, with and without what is optional."""
+    cost = av.CostTable(draft=[(1, 1.0), (rows, 2.0)], verify=[(1, 1.0), (16 * rows, 9.0)], captured=[1, 8, 64])
+    verifier = av.AdaptiveVerifier(2 * rows, positions, cost=cost, settings=settings, max_rows=rows)
+    slots = torch.arange(rows, dtype=torch.int32)
+    length, segments = torch.zeros(rows, dtype=torch.int32), torch.tensor([0, rows], dtype=torch.int32)
+    budget, teach = torch.zeros(1, dtype=torch.int32), torch.ones(rows, dtype=torch.bool)
+    logits = torch.empty(rows, positions, 32_000, dtype=torch.bfloat16)
+    verifier.reset(slots, length)
+    if settings.autoregressive:
+        verifier.score(logits[:, 0].contiguous(), slots, position=0, temperature=1.0)
+    else:
+        verifier.score(logits, slots, temperature=torch.ones(rows))
+    verifier.plan(slots)
+    verifier.observe(slots, length)
+    verifier.plan(slots, length, non_draft_tokens=rows, budget=budget, segments=segments)
+    verifier.observe(slots, length, length, teach)
+
+
+def table(reports: list[tuple[Report, list[str]]]) -> rich.table.Table:
+    """The reports as a table, violations in red."""
+    columns = ("kernel", "workload", "target", "registers", "spills", "16 B loads", "atomics 64/32/CAS", "exp2")
+    out = rich.table.Table(*columns, "instructions", "per logit", "", box=rich.box.SIMPLE_HEAD)
+    for r, violations in reports:
+        out.add_row(
+            r.kernel,
+            r.workload,
+            r.target,
+            str(r.registers),
+            f"{r.spilled}" if r.local == 0 else f"{r.spilled} ({r.local} accesses)",
+            str(r.wide_loads),
+            f"{r.atomics_64}/{r.atomics_32}/{r.compare_and_swap}",
+            str(r.exp2),
+            str(r.instructions),
+            "" if r.per_logit is None else f"{r.per_logit:.2f}",
+            f"[red]{'; '.join(violations)}[/]" if violations else "[green]ok[/]",
+        )
+    return out
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def compile_command(
+    target: Annotated[list[str] | None, typer.Option(help=f"One or more of {', '.join(TARGETS)}; default all.")] = None,
+    kernel: Annotated[str, typer.Option(help="Only kernels or workloads that match this regular expression.")] = "",
+    full: Annotated[
+        bool, typer.Option("--full", help="Every shape, dtype and option, not one of each kernel.")
+    ] = False,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the table to this file, too.")] = None,
+) -> None:
+    """Compile every kernel for a list of GPUs, none of which has to be here. Status 1 if a limit is violated."""
+    console = rich.console.Console()
+    unknown = set(target or ()) - set(TARGETS)
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: known are {', '.join(TARGETS)}", param_hint="--target")
+    try:
+        cases = [
+            (work.name, case)
+            for work in workloads()
+            if full or work.quick
+            for name in target or TARGETS
+            for case in record(work.run, name)
+            if re.search(kernel, f"{case.name} {work.name}")
+        ]
+    except RuntimeError as error:
+        console.print(f"[red]{error}[/]")
+        raise typer.Exit(1) from error
+    reports = []
+    for name, case in rich.progress.track(cases, "compiling", console=console, transient=True):
+        report = compile_case(case, name)
+        reports.append((report, check(report, case.limits())))
+    reports.sort(key=lambda pair: (pair[0].kernel, pair[0].workload, list(TARGETS).index(pair[0].target)))
+    console.print(table(reports))
+    if csv_file is not None:
+        with csv_file.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*Report.__struct_fields__, "violations"])
+            writer.writerows([*msgspec.structs.astuple(r), "; ".join(found)] for r, found in reports)
+    violated = sum(bool(found) for _, found in reports)
+    console.print(f"triton {triton.__version__}: {len(reports)} compiled, {violated} with a violation")
+    if violated:
+        raise typer.Exit(1)

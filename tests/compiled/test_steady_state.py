@@ -1,0 +1,138 @@
+"""The steady state of score, plan and observe: launches and views, nothing else.
+
+Under a stand-in driver kernels are compiled for sm_90 and dropped, so what the host does is all that is left to see.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from av_triton import AdaptiveVerifier, CostTable, Plan, Settings
+from tests.compiled.standin import GPU, gpu, torch_log
+
+SLOTS, ROWS, K, VOCAB, STEPS = 96, 64, 5, 1024, 300
+COST = CostTable(draft=[(1, 1.0), (ROWS, 2.0)], verify=[(1, 1.0), (400, 9.0)], captured=[1, 8, 64, 128])
+BLOCK, AUTOREGRESSIVE = Settings(refit_interval=4), Settings(refit_interval=4, autoregressive=True)
+PER_STEP = {"budget_kernel": 1, "select_kernel": 1, "observe_kernel": 1}
+
+
+class Runtime:
+    """Tensors as an engine holds them, allocated once, and one decode step of `rows` requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.verifier = AdaptiveVerifier(SLOTS, K, cost=COST, settings=settings, max_rows=ROWS)
+        self.autoregressive = settings.autoregressive
+        self.logits = torch.zeros(ROWS, K, VOCAB, dtype=torch.bfloat16)
+        self.slots = torch.arange(ROWS, dtype=torch.int32)
+        self.accepted = torch.zeros(ROWS, dtype=torch.int32)
+        self.temperature = torch.ones(ROWS)
+        self.host_budget: int | None = None
+        self.verifier.reset(self.slots)
+
+    def step(self, rows: int = ROWS) -> tuple[torch.Tensor, Plan]:
+        slots = self.slots[:rows]
+        if self.autoregressive:
+            for k in range(K):
+                scores = self.verifier.score(self.logits[:rows, k], slots, position=k, temperature=1.0)
+        else:
+            scores = self.verifier.score(self.logits[:rows], slots, temperature=self.temperature[:rows])
+        plan = self.verifier.plan(slots, budget=self.host_budget)
+        self.verifier.observe(slots, self.accepted[:rows])
+        return scores, plan
+
+
+@pytest.fixture
+def device() -> Iterator[GPU]:
+    with gpu() as counts:
+        yield counts
+
+
+@pytest.mark.parametrize("settings, scores", [(BLOCK, 1), (AUTOREGRESSIVE, K)], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
+def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_budget: int | None) -> None:
+    runtime = Runtime(settings)
+    runtime.host_budget = host_budget
+    runtime.step()
+    device.clear()
+    for _ in range(STEPS):
+        runtime.step()
+    expected = {name: count * STEPS for name, count in {**PER_STEP, "logit_max_kernel": scores}.items()}
+    assert device.launches == expected
+    assert not device.compilations
+
+
+@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
+def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, host_budget: int | None) -> None:
+    runtime = Runtime(settings)
+    runtime.host_budget = host_budget
+    runtime.step()
+    with torch_log() as log:
+        for _ in range(STEPS):
+            runtime.step()
+    assert log == Counter()
+
+
+@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -> None:
+    runtime = Runtime(settings)
+    runtime.step()
+    compiled = Counter(device.compilations)
+    assert compiled == {**dict.fromkeys(PER_STEP, 1), "logit_max_kernel": 1, "reset_kernel": 1}
+    with torch_log() as log:
+        for rows in range(1, 51):
+            runtime.step(rows)
+    assert device.compilations == compiled
+    assert log == Counter()
+
+
+@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+def test_outputs_stay_at_their_addresses(device: GPU, settings: Settings) -> None:
+    runtime = Runtime(settings)
+
+    def addresses(rows: int) -> list[int]:
+        scores, plan = runtime.step(rows)
+        assert plan.admitted.shape == (rows,)
+        assert plan.cu_verify.shape == (rows + 1,)
+        return [tensor.data_ptr() for tensor in (scores, *plan)]
+
+    first = addresses(ROWS)
+    assert all(addresses(1 + step % ROWS) == first for step in range(STEPS))
+
+
+PLANTED: dict[str, Callable[[Plan], object]] = {
+    "item": lambda plan: plan.budget[0].item(),
+    "int": lambda plan: int(plan.budget[0]),
+    "if": lambda plan: "all" if plan.budget[0] > 0 else "none",
+    "tolist": lambda plan: plan.budget.tolist(),
+    "numpy": lambda plan: plan.budget.numpy(),
+    "copy to the host": lambda plan: plan.budget.cpu(),
+    "new tensor": lambda plan: torch.empty(3),
+    "tensor of a number": lambda plan: torch.tensor(3),
+    "arithmetic": lambda plan: plan.admitted + 1,
+    "copy": lambda plan: plan.admitted.clone(),
+    "conversion": lambda plan: plan.admitted.long(),
+    "in place": lambda plan: plan.admitted.zero_(),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_the_log_sees_what_is_planted(device: GPU, planted: Callable[[Plan], object]) -> None:
+    runtime = Runtime(BLOCK)
+    plan = runtime.step()[1]
+    with torch_log() as log:
+        planted(plan)
+    assert log
+
+
+def test_the_counters_see_an_extra_launch_and_a_recompilation(device: GPU) -> None:
+    runtime = Runtime(BLOCK)
+    runtime.step()
+    device.clear()
+    runtime.verifier.score(runtime.logits, runtime.slots)
+    assert device.launches == {"logit_max_kernel": 1}
+    device.clear()
+    runtime.verifier.score(runtime.logits[..., :1000].contiguous().float(), runtime.slots)
+    assert device.compilations == {"logit_max_kernel": 1}
