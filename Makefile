@@ -5,6 +5,8 @@ VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
+SGLANG_VENV ?= .venv-sglang
+SGLANG_TESTS := tests/integrations/sglang
 SELECT := not full and not gpu
 # One thread per worker: the workers of pytest-xdist already use the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
@@ -13,10 +15,10 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu bench lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench lint clean
 
 help:
-	@echo "make demo | test | test-full | test-gpu | bench | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
+	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,9 +49,19 @@ test-full: lint
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests -m gpu $(ARGS)
 
+# SGLang pins its own versions (6 GB), so it has an environment of its own; elsewhere these tests are skipped.
+$(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.txt)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --no-compile -r $(SGLANG_TESTS)/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --no-compile --no-deps -r $(SGLANG_TESTS)/requirements-no-deps.txt -e .
+	@touch $@
+
+test-sglang: $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) -m "$(SELECT)" $(ARGS)
+
 bench: $(VENV)/.ready-bench
 	$(BIN)/python -m pytest benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume
+	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

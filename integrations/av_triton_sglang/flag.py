@@ -24,7 +24,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cost_table: a file that `av_triton.CostTable.save` or SGLang's SPS profiler wrote.
     coefficients: a file that fitted coefficients are loaded from at the start, if it exists, and saved to every
         `save_interval` decode steps and at shutdown.
-    log_interval: decode steps between two lines in the log (and two updates of the metrics); 0: none.
+    log_interval: decode steps between two lines in the log and two updates of /metrics; 0: none.
     dspark_head: what scores the drafts of a DSPARK checkpoint that has a confidence head of its own: the "head"
         (SGLang's own scheduler; start without the flag), or the "estimator".
     ragged_backends: further attention backends, registered by other plug-ins, that take ragged verify lengths.

@@ -6,16 +6,21 @@ through the environment.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from av_triton_sglang import costs, dflash, dspark, flag, hooks, status, supports, targets
+from av_triton.snapshot import Snapshot
+from av_triton_sglang import costs, dflash, dspark, eagle, flag, hooks, status, supports, targets
 from av_triton_sglang.hooks import AFTER, AROUND, Hook
 
 FAMILIES: Mapping[str, tuple[tuple[Hook, ...], Mapping[str, str]]] = {
     "DSPARK": (dspark.HOOKS, targets.DSPARK),
     "DFLASH": (dflash.HOOKS, targets.DFLASH),
+    "EAGLE": (eagle.HOOKS, targets.EAGLE),
+    "EAGLE3": (eagle.HOOKS, targets.EAGLE),
+    "STANDALONE": (eagle.HOOKS, targets.EAGLE),
 }
 
 _STATE = next(iter(targets.COMMON))
@@ -72,8 +77,16 @@ def check(result: None, server_args: Any) -> None:
     supports.check(arguments, launch.config)
     algorithm = arguments.speculative_algorithm
     hook_family(algorithm)
-    costs.load(launch.config, arguments)
+    check_files(launch.config, arguments)
     flag.publish(msgspec.structs.replace(launch, algorithm=algorithm))
+
+
+def check_files(config: flag.Config, arguments: Any) -> None:
+    """Raises ValueError where a file that the scheduler processes will read does not fit."""
+    costs.load(config, arguments)
+    if config.coefficients and Path(config.coefficients).exists():
+        positions = arguments.speculative_num_draft_tokens - 1
+        Snapshot.read(Path(config.coefficients), positions, list(config.settings.strata))
 
 
 def hook_family(algorithm: str) -> None:

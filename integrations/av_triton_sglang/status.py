@@ -6,27 +6,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from av_triton.metrics import Q30, difference
+from av_triton_sglang.metrics import Metrics
+
 if TYPE_CHECKING:
     from av_triton_sglang.step import StepContext
 
 logger = logging.getLogger(__name__)
 
-Q30 = float(1 << 30)
-
 
 class Reporter:
     """Reads the verifier's counters, which waits for the device: at intervals only."""
 
-    def __init__(self, context: "StepContext") -> None:
-        self._context = context
-        self._last: dict[str, npt.NDArray[np.int64]] = {}
+    def __init__(self, context: "StepContext", metrics: Metrics | None) -> None:
+        self._context, self._metrics = context, metrics
+        self._last = self._counters()
+
+    def _counters(self) -> dict[str, npt.NDArray[np.int64]]:
+        # Copies: on a CPU they are views of what the next step adds to.
+        return {name: value.copy() for name, value in self._context.verifier.counters().items()}
 
     def report(self) -> None:
-        """One line about the steps since the last one."""
-        # Copies: on a CPU they are views of what the next step adds to.
-        now = {name: value.copy() for name, value in self._context.verifier.counters().items()}
-        new = {name: value - self._last.get(name, 0) for name, value in now.items()}
+        """One line about the steps since the last one, and the metrics moved on."""
+        now = self._counters()
+        new = difference(now, self._last)
         self._last = now
+        if self._metrics is not None:
+            self._metrics.add(new)
         # A request of K drafts counts once at the first position.
         requests = max(int(new["drafted"][0]), 1)
         logger.info(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from av_triton import AdaptiveVerifier, Plan
-from av_triton_sglang import costs
+from av_triton_sglang import costs, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.status import Reporter
 
@@ -72,7 +72,7 @@ class StepContext:
         self.layout: Any = None
         self.trimmed: Tensor | None = None
         self._steps = 0
-        self._reporter = Reporter(self)
+        self._reporter = Reporter(self, metrics.build(arguments, str(launch.algorithm)))
 
     def reset(self, slots: Tensor, requests: list[Any]) -> None:
         """The requests of a prefill batch begin (or go on being prefilled) in `slots`."""
@@ -95,14 +95,21 @@ class StepContext:
         return self._slots[first : first + rows]
 
     def score(
-        self, logits: Tensor, position: int | None = None, temperature: Tensor | None = None, first: int = 0
+        self,
+        logits: Tensor,
+        position: int | None = None,
+        temperature: Tensor | None = None,
+        first: int = 0,
+        slots: Tensor | None = None,
     ) -> None:
-        """Score the rows from `first` on.
+        """Score the rows of the running step from `first` on, or the requests in `slots`.
 
         logits: [B, K, V], or [B, V] at one position. temperature: fp32 [B] of the drafter, 0 where it took the argmax;
         None: it always does.
         """
-        self.verifier.score(logits, self.slots(logits.shape[0], first), position, temperature)
+        if slots is None:
+            slots = self.slots(logits.shape[0], first)
+        self.verifier.score(logits, slots, position, temperature)
 
     def plan(self) -> Plan:
         return self.verifier.plan(self.slots(self.rows), budget=self._budget())

@@ -7,15 +7,12 @@ from typing import Any, NamedTuple
 from av_triton.settings import MAX_DRAFT_POSITIONS
 from av_triton_sglang.flag import Config
 
-ALGORITHMS = ("DSPARK", "DFLASH")
+ALGORITHMS = ("DSPARK", "DFLASH", "EAGLE", "EAGLE3", "STANDALONE")
 
 # Attention backends of SGLang that read per-request verify lengths.
 RAGGED_BACKENDS = ("fa3", "trtllm_mha", "trtllm_mla", "flashinfer", "dsv4")
 
 NOT_YET = {
-    "EAGLE": "the EAGLE worker's chains (EAGLE, NEXTN/MTP) are not supported yet",
-    "EAGLE3": "the EAGLE worker's chains (EAGLE3) are not supported yet",
-    "STANDALONE": "STANDALONE drafters are not supported yet",
     "FROZEN_KV_MTP": "Gemma-4 assistant drafters have a worker of their own that takes no per-request lengths",
     "NGRAM": "n-gram drafts have no distribution to take a feature from",
     "UNO": "UNO verifies trees or a mask of its own",
@@ -191,6 +188,24 @@ RULES = (
         _when("speculative_use_rejection_sampling", bool, "--speculative-use-rejection-sampling"),
         "the temperature that a chain was sampled at is not taken into account yet",
         "leave it out",
+    ),
+    Rule(
+        "watermark",
+        _when("enable_watermark", bool, "--enable-watermark"),
+        "SGLang records watermarked tokens before acceptance is cut",
+        "leave it out",
+    ),
+    Rule(
+        "hisparse",
+        _when("enable_hisparse", bool, "--enable-hisparse"),
+        "its KV locations are planned for one verify width",
+        "leave it out",
+    ),
+    Rule(
+        "plan_stream",
+        _environment("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
+        "it would prepare the verify batch on another stream than the drafts are scored on",
+        "unset it",
     ),
     Rule(
         "ray",

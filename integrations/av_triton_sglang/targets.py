@@ -77,6 +77,32 @@ DFLASH: Mapping[str, str] = {
     _DFLASH + "_commit_accept": "candidates, accept_len, bonus_tokens",
 }
 
+_EAGLE = "sglang.srt.speculative.eagle_worker_v2."
+
+EAGLE: Mapping[str, str] = {
+    **_PACKED,
+    _EAGLE + "EAGLEWorkerV2.alloc_memory_pool": (
+        "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
+    ),
+    _EAGLE + "EAGLEWorkerV2.forward_batch_generation": "self, batch, on_publish, grammar_barrier, pp_proxy_tensors",
+    _EAGLE + "EagleDraftWorker.draft_forward": "self, forward_batch",
+    _EAGLE + "EagleDraftWorker._draft_extend_for_prefill": (
+        "self, batch, target_hidden_states, next_token_ids, mm_input_embeds, kv_loc_plan"
+    ),
+    _EAGLE + "EagleDraftWorker._draft_extend_for_decode": "self, batch, batch_result, *, kv_loc_plan",
+    "sglang.srt.speculative.eagle_utils.eagle_prepare_for_verify": (
+        "verify_input, req_to_token_pool, batch, target_worker"
+    ),
+    "sglang.srt.speculative.eagle_utils.eagle_sample": (
+        "verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k, *, watermark_state, "
+        "watermark_full_mask"
+    ),
+    "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_uniform_func": (
+        "req_pool_indices, req_to_token, start_offset, batch_size, draft_token_num, device, *, full_v2p, swa_v2p, "
+        "full_out, swa_out, page_size, positions_out, anchor_src, anchor_out"
+    ),
+}
+
 
 class TargetError(RuntimeError):
     """The installed SGLang is not the one that the plug-in was written for."""

@@ -30,6 +30,9 @@ class Family(NamedTuple):
 FAMILIES = {
     "DSPARK": Family("DSPARK", "dspark", 5, {}),
     "DFLASH": Family("DFLASH", "dflash", 5, {}),
+    "STANDALONE": Family("STANDALONE", "standalone", 5, CHAIN),
+    "EAGLE": Family("EAGLE", "eagle", 5, CHAIN),
+    "EAGLE3": Family("EAGLE3", "eagle3", 5, CHAIN),
 }
 
 

@@ -95,11 +95,11 @@ def build_tree_kernel_efficient_cpu(
 def verify_tree_greedy_cpu(
     predicts: Tensor,
     accept_index: Tensor,
-    accepted: Tensor,
+    accept_token_num: Tensor,
     candidates: Tensor,
-    index: Tensor,
-    next_token: Tensor,
-    next_sibling: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
     """Accept a chain while the draft equals the target's argmax; then the target's own token."""
@@ -107,15 +107,15 @@ def verify_tree_greedy_cpu(
     target = target_predict.view(rows, width)
     for row in range(rows):
         last = 0
-        accept_index[row, 0] = index[row, 0]
+        accept_index[row, 0] = retrive_index[row, 0]
         for column in range(1, min(width, accept_index.shape[1])):
             if candidates[row, column] != target[row, column - 1]:
                 break
-            predicts[index[row, column - 1]] = target[row, column - 1].to(predicts.dtype)
-            accept_index[row, column] = index[row, column]
+            predicts[retrive_index[row, column - 1]] = target[row, column - 1].to(predicts.dtype)
+            accept_index[row, column] = retrive_index[row, column]
             last = column
-        predicts[index[row, last]] = target[row, last].to(predicts.dtype)
-        accepted[row] = last
+        predicts[retrive_index[row, last]] = target[row, last].to(predicts.dtype)
+        accept_token_num[row] = last
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -1,0 +1,159 @@
+"""The EAGLE worker's chains: EAGLE, EAGLE3, NEXTN/MTP and STANDALONE with topk = 1, drafted by argmax.
+
+Step by step the drafter's forward gives the logits of positions 1, 2, ...; those of position 0 come from the draft
+extend after the *previous* verification (or prefill) and wait in the verifier under the request's slot. Before the
+target's forward the verify batch is packed; after it the worker gets back what it expects, one row per draft position.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from av_triton_sglang import flag, ragged, step
+from av_triton_sglang.flag import FlagError
+from av_triton_sglang.hooks import AFTER, AROUND, Hook
+
+_FILE = "sglang.srt.speculative.eagle_worker_v2."
+_UTILS = "sglang.srt.speculative.eagle_utils."
+
+
+def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    launch = flag.current()
+    if launch is None:
+        return
+    if mambaish_config(worker.target_worker.model_runner.model_config) is not None:
+        raise FlagError(
+            "a target with linear attention is not supported with the EAGLE worker: its state is committed for one "
+            "verify width; leave out --enable-adaptive-verification"
+        )
+    positions = worker.speculative_num_draft_tokens - 1
+    step.build(launch, worker.server_args, worker.target_worker.model_runner, positions)
+
+
+@contextmanager
+def logits_of(runner: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Shows `see` the logits of every forward of the draft runner: (how many before it, [rows, V])."""
+    forward, counter = runner.forward, itertools.count()
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        see(next(counter), result.logits_output.next_token_logits)
+        return result
+
+    runner.forward = observed
+    try:
+        yield
+    finally:
+        del runner.forward
+
+
+def draft(original: Callable[..., Any], drafter: Any, forward_batch: Any) -> Any:
+    if not step.exists() or forward_batch.forward_mode.is_idle():
+        return original(drafter, forward_batch)
+    context = step.current()
+    with logits_of(drafter.draft_runner, lambda index, logits: context.score(logits, position=index + 1)):
+        return original(drafter, forward_batch)
+
+
+def extend_prefill(original: Callable[..., Any], drafter: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """The prompt's last position drafts position 0 of the first step."""
+    if not step.exists() or batch.forward_mode.is_idle():
+        return original(drafter, batch, *args, **kwargs)
+    context, slots = step.current(), batch.req_pool_indices
+    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits, position=0, slots=slots)):
+        return original(drafter, batch, *args, **kwargs)
+
+
+def extend_decode(original: Callable[..., Any], drafter: Any, batch: Any, result: Any, **kwargs: Any) -> Any:
+    """The last accepted position of each request drafts position 0 of the next step."""
+    if not step.exists() or batch.forward_mode.is_idle():
+        return original(drafter, batch, result, **kwargs)
+    context, width = step.current(), drafter.speculative_num_draft_tokens
+    accepted = result.accept_lens.long()
+    last = torch.arange(accepted.numel(), device=accepted.device) * width + accepted - 1
+    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], position=0)):
+        return original(drafter, batch, result, **kwargs)
+
+
+def pack(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any, target_worker: Any) -> Any:
+    """Around the preparation of the verify batch.
+
+    The packed batch borrows the block drafters' verify input, which has a layout; what the worker reads afterwards
+    (draft extend takes the full window from the batch) is put back.
+    """
+    if not step.exists() or batch.forward_mode.is_idle():
+        return original(verify_input, pool, batch, target_worker)
+    from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_uniform_func
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    context, runner = step.current(), target_worker.model_runner
+    width, committed = verify_input.draft_token_num, batch.seq_lens_cpu
+    ids = verify_input.draft_token.view(context.rows, width)
+    plan = ragged.layout(context, ids.device)
+    packed = ragged.window(batch, plan, ids, runner)
+    standalone = runner.spec_algorithm.is_standalone()
+    locations = verify_input.kv_loc_plan
+    packed_input = DFlashVerifyInput(
+        draft_token=packed.verify_ids,
+        positions=packed.positions,
+        draft_token_num=width,
+        custom_mask=None,
+        capture_hidden_mode=CaptureHiddenMode.NULL if standalone else CaptureHiddenMode.FULL,
+        ragged_verify_layout=plan,
+        live_seq_lens_cpu=committed,
+        kv_loc_plan=locations,
+        kv_loc_cols=None if locations is None else packed.window_index,
+    )
+    total = batch.seq_lens_sum
+    batch.out_cache_loc = packed.verify_cache_loc
+    ragged.extend_host_lengths(batch, plan, committed)
+    result = packed_input.prepare_for_verify(batch, target_worker)
+
+    batch.seq_lens_cpu, batch.seq_lens_sum = committed, total
+    batch.spec_info, batch.input_ids = verify_input, verify_input.draft_token
+    batch.out_cache_loc = verify_input.prepared_out_cache_loc
+    if batch.out_cache_loc is None:
+        batch.out_cache_loc = assign_extend_cache_locs_uniform_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=pool.req_to_token,
+            start_offset=batch.seq_lens,
+            batch_size=context.rows,
+            draft_token_num=width,
+            device=batch.device,
+        )
+    verify_input.seq_lens_cpu = committed
+    verify_input.seq_lens_sum = None if committed is None else int(committed.sum())
+    return result
+
+
+def accept(original: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns SGLang's (predicted tokens, accepted lengths with the bonus [B], indices of the accepted [B, width])."""
+    predicted, lengths, index = original(verify_input, batch, *args, **kwargs)
+    if not step.exists() or batch.forward_mode.is_idle():
+        return predicted, lengths, index
+    context = step.current()
+    cut = ragged.cut(lengths - 1, context.layout)
+    lengths = cut.accepted + 1
+    kept = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
+    context.trimmed = cut.trimmed
+    context.observe(cut.accepted)
+    return predicted, lengths, torch.where(kept, index, -1)
+
+
+HOOKS = (
+    Hook(_FILE + "EAGLEWorkerV2.alloc_memory_pool", build, AFTER),
+    Hook(_FILE + "EAGLEWorkerV2.forward_batch_generation", step.forward, AROUND),
+    Hook(_FILE + "EagleDraftWorker.draft_forward", draft, AROUND),
+    Hook(_FILE + "EagleDraftWorker._draft_extend_for_prefill", extend_prefill, AROUND),
+    Hook(_FILE + "EagleDraftWorker._draft_extend_for_decode", extend_decode, AROUND),
+    Hook(_UTILS + "eagle_prepare_for_verify", pack, AROUND),
+    Hook(_UTILS + "eagle_sample", accept, AROUND),
+    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", ragged.unpack, AFTER),
+)
