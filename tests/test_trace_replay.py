@@ -109,6 +109,20 @@ def test_order_of_the_entries_does_not_matter(tmp_path: Path) -> None:
     assert np.array_equal(a.accepted, b.accepted)
 
 
+def test_trace_in_smaller_batches_holds_the_same_rows() -> None:
+    whole = load(DATA / "B_humaneval_T1.npz")
+    parts = whole.in_batches(20)
+    steps = len(whole.features)
+    assert parts.features.shape == (2 * steps, 20, 7)
+    assert whole.head is not None
+    assert parts.head is not None
+    for a, b in ((whole.features, parts.features), (whole.head, parts.head), (whole.accepted, parts.accepted)):
+        assert np.array_equal(a[:, :20], b[:steps])
+        assert np.array_equal(a[:, 20:40], b[steps:])
+    with pytest.raises(ValueError, match="48 rows"):
+        whole.in_batches(49)
+
+
 def test_stratum_follows_the_temperature() -> None:
     assert load(DATA / "A_gsm8k_T0.npz").greedy
     assert not load(TRACE).greedy
@@ -151,6 +165,7 @@ def test_command_prints_and_draws(tmp_path: Path) -> None:
     status, output = command(tmp_path, "--passes", 6, "--damping", 1e9, "--output", picture)
     assert status == 1
     assert "MISSED" in output
+    assert command(tmp_path, "--passes", 2, "--rows", 49)[0] == 2
 
 
 def test_command_refuses_a_folder_without_traces(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ passes are drawn anew from the exact acceptance probabilities, for the traces ar
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -44,6 +45,26 @@ class Trace:
     workload: Integers
     greedy: bool
     head: npt.NDArray[np.float32] | None
+
+    def in_batches(self, rows: int) -> "Trace":
+        """The same drafts with `rows` rows per step, one group of rows after the other; rows left over are dropped."""
+        groups = self.features.shape[1] // rows
+        if not groups:
+            raise ValueError(
+                f"{self.name} has {self.features.shape[1]} rows: no batch of {rows} can be taken from them"
+            )
+
+        def regroup(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.concatenate([values[:, i * rows : (i + 1) * rows] for i in range(groups)])
+
+        return replace(
+            self,
+            features=regroup(self.features),
+            alpha=regroup(self.alpha),
+            accepted=regroup(self.accepted),
+            workload=regroup(self.workload),
+            head=None if self.head is None else regroup(self.head),
+        )
 
 
 def accepted_before_rejection(verdicts: Mask) -> Integers:

@@ -117,6 +117,7 @@ def picture(path: Path, reports: list[Report]) -> None:
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of .npz traces.")] = Path(__file__).parent / "data",
     passes: Annotated[int, typer.Option(min=2, help="Passes over a trace; verdicts are redrawn from the second.")] = 50,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows per step; default: those recorded.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the redrawn verdicts.")] = 0,
     refit_interval: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = DEFAULTS.refit_interval,
     damping: Annotated[float, typer.Option(min=0, help="Labels that earn half a step.")] = DEFAULTS.damping,
@@ -132,7 +133,7 @@ def main(
         console.print(f"{folder} has no .npz traces: give a folder of them (benchmarks/traces/README.md)", style="red")
         raise typer.Exit(2)
     try:
-        traces = [load(path) for path in paths]
+        traces = [load(path) if rows is None else load(path).in_batches(rows) for path in paths]
     except ValueError as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from None
