@@ -213,7 +213,6 @@ def test_starved_position_recovers_by_exploration(positions: Sequence[int], rows
     admitted = run(verifier, refits, seed=7)
     assert sum(admitted[: INTERVAL - 1]) < (positions[0] + 0.1) * rows * INTERVAL
     assert acceptance(verifier).min() > 0.5
-    assert admitted[-1] > positions[0] * rows
 
 
 @pytest.mark.parametrize("positions", [[1], [2], [3], range(K)])
