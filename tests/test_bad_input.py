@@ -216,7 +216,7 @@ OPS = [
     ("logit_max", (floats(2, V).int(),), "logits have dtype torch.int32"),
     ("logit_max", (floats(()),), r"logits have shape \(\)"),
     ("logit_max", (floats(V, 2).t(),), "logits have stride 2 along the vocabulary"),
-    ("logit_max", (floats(2, V), floats(3)), r"temperature has shape \(3,\): give one value, \(2,\)"),
+    ("logit_max", (floats(2, V), floats(3)), r"temperature has shape \(3,\): give one value"),
     ("logit_max_partial", (floats(2, 0),), "the last dimension must be 1 to 262144 tokens"),
     ("logit_max_partial", (floats(2, V), -0.5), "temperature = -0.5"),
     ("merge_logit_max", (floats(2, 3), floats(3, 2)), r"\(2, 3\) and complement \(3, 2\) must have one shape"),
