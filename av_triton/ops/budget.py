@@ -44,8 +44,10 @@ from av_triton.ops.survival import survival_reference
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 
 HYSTERESIS = 1.5  # a segment that is bypassed starts trimming again at this multiple of the minimum gain
-RANKED = 64  # drafts that one program ranks
-AGAINST = 256  # drafts that it compares them with at a time
+RANKED = 128  # drafts that one program ranks
+# Drafts that it compares them with at a time: one column per thread, or the keys of several spill. The interpreter pays
+# per operation, whatever its size.
+AGAINST = 512 if triton.knobs.runtime.interpret else 32
 NO_CAP = 1 << 30
 
 _Q30 = tl.constexpr(float(Q30))
@@ -59,8 +61,8 @@ def _draft_keys(
     e, rows_here, first, last, K, values, slots, num_slots, drafts, mean,
     explored_from, explored_to, wrapped_to, P: tl.constexpr, ALL_POSITIONS: tl.constexpr, FROM_SCORES: tl.constexpr,
 ):  # fmt: skip
-    """(sort key, packed value) of drafts e = position * rows + row: the key orders by survival, then position, then
-    row, and is negative where there is no draft; the packed value is survival << 8 | position << 1 | drafted.
+    """(survival in Q30, packed value, present) of drafts e = position * rows + row; the survival is -1 where there is
+    no draft; the packed value is survival << 8 | position << 1 | drafted.
     From scores: explored rows (from .. to, and up to wrapped_to) and rows with an unscored draft count as certain."""
     k = e // tl.maximum(rows_here, 1)
     r = first + e % tl.maximum(rows_here, 1)
@@ -77,7 +79,7 @@ def _draft_keys(
     if FROM_SCORES:
         s = tl.where(present, 1.0, 0.0)
         first_of_all = ((r >= explored_from) & (r <= explored_to)) | (r <= wrapped_to)
-        for j in tl.static_range(P):
+        for j in range(K):
             p = tl.load(values + slot * P + j, mask=present & (j < depth), other=1.0)
             first_of_all = first_of_all | (p < 0.0)
             s = tl.where(j <= k, s * p, s)
@@ -87,9 +89,8 @@ def _draft_keys(
         if mean is not None:
             unknown = tl.load(values + slot * P, mask=present, other=0.0) < 0.0
             s = tl.where(unknown, tl.load(mean + k, mask=present, other=0.0), s)
-    q = (tl.minimum(tl.where(s > 0.0, s, 0.0), 1.0) * _Q30).to(tl.int64)
-    key = tl.where(present, (q << 15) + (32767 - e), -1 - e.to(tl.int64))
-    return key, (q << 8) | (k.to(tl.int64) << 1) | drafted.to(tl.int64), present
+    q = (tl.minimum(tl.where(s > 0.0, s, 0.0), 1.0) * _Q30).to(tl.int32)
+    return tl.where(present, q, -1), (q.to(tl.int64) << 8) | (k << 1) | drafted.to(tl.int32), present
 
 
 @triton.jit
@@ -185,17 +186,20 @@ def budget_kernel(
         wrapped_to = tl.max(tl.where(counted & (place < start + number - size), at, -1), 0)
 
     e = tl.program_id(1) * RANK + tl.arange(0, RANK)
-    key, value, present = _draft_keys(
+    q, value, present = _draft_keys(
         e, here, first, last, K, values, slots, num_slots, drafts, mean,
         explored_from, explored_to, wrapped_to, P, ALL, SCORES,
     )  # fmt: skip
     rank = tl.zeros([RANK], tl.int32)
     for j in range(0, here * K, AGAINST):
+        against = j + tl.arange(0, AGAINST)
         other, _v, _p = _draft_keys(
-            j + tl.arange(0, AGAINST), here, first, last, K, values, slots, num_slots, drafts, mean,
+            against, here, first, last, K, values, slots, num_slots, drafts, mean,
             explored_from, explored_to, wrapped_to, P, ALL, SCORES,
         )  # fmt: skip
-        rank += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
+        # Ahead of a draft: a larger survival, or an equal one and a smaller e. By sign bits: comparisons spill.
+        behind = q[:, None] + ((against[None, :] - e[:, None]) >> 31) - other[None, :]
+        rank -= tl.sum(behind >> 31, 1)
     base = ranked + first.to(tl.int64) * K
     tl.store(base + rank, value, mask=present)
 
@@ -389,8 +393,8 @@ def propose(
         non_draft if on_device else None, -1 if on_device or non_draft is None else non_draft,
         costs.draft, costs.verify, 0, costs.padded, costs.verify.shape[0], options.cap, rows, scores.shape[0],
         positions, options.ppm, shift, options.gain_ppm, state.counters, ranked, tickets,
-        out.proposal, out.bypass, out.depth, P=P, R=R, C=min(1024, P * R), RANK=RANKED, AGAINST=AGAINST,
-        AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later, num_warps=4,
+        out.proposal, out.bypass, out.depth, P=P, R=R, C=min(512, P * R), RANK=RANKED, AGAINST=AGAINST,
+        AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later, num_warps=8,
     )  # fmt: skip
 
 
@@ -498,8 +502,8 @@ def _choose_budget(
         torch.nn.functional.pad(survival, (0, P - positions)), None, drafts, segments, None, sampling_requests, None, 0,
         None, cost, cost.shape[-1] if cost.dim() == 2 else 0, None, cost.shape[-1], NO_CAP if limit is None else limit,
         rows, rows, positions, 0, 0, 0, None, torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
-        torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=min(1024, P * R),
-        RANK=RANKED, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False,
+        torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=min(512, P * R),
+        RANK=RANKED, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False, num_warps=8,
     )  # fmt: skip
     return budget
 
