@@ -37,18 +37,19 @@ class Size:
         return f"{names}x{len(self.seeds)}"
 
 
-SMALL = Size((1, 4, 6))
+SMALL = Size((1, 4))
+THREE_STEPS = Size((5, 19), steps=3, order=1, peaks=2)
 TIES = Size((8, 9), ties=True)
 DEEP = Size((0, 1, 3), depth=3, order=1, peaks=2)
 WIDE = Size((9,), vocabulary=3, order=1, peaks=2)
 LARGE = [
     pytest.param(size, marks=pytest.mark.full)
     for size in (
-        Size(range(40)),
-        Size(range(40), ties=True),
-        Size(range(6), depth=3, horizon=4, order=1),
-        Size(range(6), vocabulary=3, order=1),
-        Size(range(10), steps=3, horizon=4, order=1),
+        Size(range(16)),
+        Size(range(16), ties=True),
+        Size(range(6), depth=3, horizon=4, order=1, peaks=2),
+        Size(range(4), vocabulary=3, order=1, peaks=2),
+        Size(range(6), steps=3, horizon=4, order=1, peaks=2),
     )
 ]
 
@@ -73,7 +74,7 @@ def stepped_cost(depth: int, requests: int, *, pad: int = 2, base: float = 4.0, 
 def all_or_nothing_cost(depth: int, requests: int) -> CostTable:
     """One padded size for any number of drafts. Whether it pays hangs on the sum over all survivals, the last included:
     the cost that punishes a look at the current ones most."""
-    return stepped_cost(depth, requests, pad=requests * depth, base=4.0, step=3.0 + 1.25 * depth)
+    return stepped_cost(depth, requests, pad=requests * depth, base=4.0, step=1.5 + 2 * depth)
 
 
 def affine_cost(depth: int, requests: int, *, base: float = 4.0, slope: float = 1.0) -> CostTable:

@@ -56,7 +56,7 @@ class History:
     """What the verifier remembers after a history, and what a runtime remembers beside it."""
 
     memory: tuple[list[dict], list[torch.Tensor]]
-    slopes: tuple[float, ...] = ()
+    coefficients: tuple[float, ...] = ()
     step: int = 0
     joined: frozenset[int] = frozenset()
     proposals: tuple[int, ...] = ()
@@ -223,8 +223,9 @@ class Shipped:
             admitted=torch.tensor(history.admitted, dtype=torch.int32),
             teach=teach,
         )
-        slopes = tuple(float(w) for w in self.verifier.coefficients().slopes)
-        return replace(history, memory=self._memory.take(), slopes=slopes, step=history.step + 1)
+        fitted = self.verifier.coefficients()
+        coefficients = (*map(float, fitted.slopes), *(float(b) for row in fitted.intercepts for b in row))
+        return replace(history, memory=self._memory.take(), coefficients=coefficients, step=history.step + 1)
 
     def _ids(self, requests: Sequence[int]) -> torch.Tensor:
         return torch.tensor([self.slots[r] for r in requests], dtype=torch.int32)
