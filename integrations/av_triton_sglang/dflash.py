@@ -54,7 +54,7 @@ def draft(
     from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
     context = step.current()
-    weight = getattr(lm_head, "weight", None)
+    weight: Any = getattr(lm_head, "weight", None)
     if not is_dense_head_weight(weight):
         raise RuntimeError("adaptive verification needs a dense LM head for DFLASH: leave out the flag")
     if hasattr(lm_head, "shard_indices"):
@@ -108,6 +108,7 @@ def accept(original: Callable[..., Any], worker: Any, *, candidates: Tensor, **k
 HOOKS = (
     Hook(_WORKER + "__init__", refuse, AFTER),
     Hook(_WORKER + "alloc_memory_pool", build, AFTER),
+    Hook(_WORKER + "init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_WORKER + "forward_batch_generation", step.forward, AROUND),
     Hook(_WORKER + "_greedy_sample_from_vocab_parallel_head", draft, AROUND),
     Hook(_WORKER + "_accept_block", accept, AROUND),

@@ -17,7 +17,7 @@ from av_triton_sglang.hooks import AFTER, AROUND, BEFORE, Hook
 _COMPONENTS = "sglang.srt.speculative.dspark_components."
 
 
-def leave_out_head(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def leave_out_head(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In place of both model families' builders of the confidence head."""
     config = kwargs["config"] if "config" in kwargs else args[0]
     launch = flag.current()
@@ -84,6 +84,7 @@ HOOKS = (
     Hook(_COMPONENTS + "dspark_planner.DSparkVerifyPlanner.schedule_layout", schedule, AROUND),
     Hook(_COMPONENTS + "dspark_draft.draft_markov_block", score, AFTER),
     Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.alloc_memory_pool", build, AFTER),
+    Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.forward_batch_generation", step.forward, AROUND),
     Hook(_COMPONENTS + "dspark_observability.DsparkStepObservers.observe_verify_step", observe, BEFORE),
     Hook("sglang.srt.managers.overlap_utils.decide_needs_confidence_relay", no_relay, AROUND),

@@ -149,6 +149,7 @@ def accept(original: Callable[..., Any], verify_input: Any, batch: Any, *args: A
 
 HOOKS = (
     Hook(_FILE + "EAGLEWorkerV2.alloc_memory_pool", build, AFTER),
+    Hook(_FILE + "EAGLEWorkerV2.init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_FILE + "EAGLEWorkerV2.forward_batch_generation", step.forward, AROUND),
     Hook(_FILE + "EagleDraftWorker.draft_forward", draft, AROUND),
     Hook(_FILE + "EagleDraftWorker._draft_extend_for_prefill", extend_prefill, AROUND),

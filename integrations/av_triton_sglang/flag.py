@@ -21,7 +21,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`--adaptive-verification-config`: JSON text, or the path of a file with it.
 
     settings: of the library (`av_triton.Settings`): exploration, refit_interval, policy, minimum_gain and others.
-    cost_table: a file that `av_triton.CostTable.save` or SGLang's SPS profiler wrote.
+    cost_table: a file that `av_triton.CostTable.save` or SGLang's SPS profiler wrote; None: the server measures its
+        step costs when it starts, and keeps them for its next start.
+    cost_cache: the folder where it keeps them; None: ~/.cache/av_triton.
     coefficients: a file that fitted coefficients are loaded from at the start, if it exists, and saved to every
         `save_interval` decode steps and at shutdown.
     log_interval: decode steps between two lines in the log and two updates of /metrics; 0: none.
@@ -32,6 +34,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     settings: Settings = Settings()
     cost_table: str | None = None
+    cost_cache: str | None = None
     coefficients: str | None = None
     save_interval: int = 10_000
     log_interval: int = 200

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from av_triton import AdaptiveVerifier, Plan
-from av_triton_sglang import costs, metrics
+from av_triton import AdaptiveVerifier, CostTable, Plan
+from av_triton_sglang import costs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.status import Reporter
 
@@ -59,6 +60,7 @@ class StepContext:
         self.algorithm = launch.algorithm
         self.num_draft_positions = num_draft_positions
         cost, self.cost_source = costs.load(self.config, arguments)
+        self._wants_cost = cost is None and self.config.settings.policy != "fixed"
         self.verifier = AdaptiveVerifier(
             num_slots, num_draft_positions, device, cost=cost, settings=self.config.settings, max_rows=max_rows
         )
@@ -72,6 +74,9 @@ class StepContext:
         self.layout: Any = None
         self.trimmed: Tensor | None = None
         self._steps = 0
+        self._cache = measure.cache_file(self.config, arguments, device)
+        self._clock: measure.DraftClock | None = None
+        self._verify_costs: CostTable | None = None
         self._reporter = Reporter(self, metrics.build(arguments, str(launch.algorithm)))
 
     def reset(self, slots: Tensor, requests: list[Any]) -> None:
@@ -89,6 +94,8 @@ class StepContext:
         self.rows, self.layout, self.trimmed = slots.shape[0], None, None
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
+        if self._clock is not None:
+            self._clock.start()
 
     def slots(self, rows: int, first: int = 0) -> Tensor:
         """int64 [rows]: of the running step, from row `first`; -1 beyond the batch (a graph's padding)."""
@@ -112,6 +119,8 @@ class StepContext:
         self.verifier.score(logits, slots, position, temperature)
 
     def plan(self) -> Plan:
+        if self._clock is not None:
+            self._clock.stop()
         return self.verifier.plan(self.slots(self.rows), budget=self._budget())
 
     def _budget(self) -> int | None:
@@ -125,16 +134,54 @@ class StepContext:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""
         slots = self.slots(self.rows)
         self.verifier.observe(slots, accepted, teach=self._teach[slots])
+        if self._clock is not None:
+            self._clock.start()
 
     def end(self) -> None:
         """After every decode step: what is reported and saved at intervals."""
         self.layout = None
         self._steps += 1
+        if self._clock is not None:
+            self._clock.stop()
+            self._time_drafting(self._clock)
         if self.config.log_interval and self._steps % self.config.log_interval == 0:
             self._reporter.report()
         path = self.config.coefficients
         if path and self.config.save_interval and self._steps % self.config.save_interval == 0:
             self.verifier.save(path)
+
+    def measure_costs(self, target_runner: Any, hidden_states: bool) -> None:
+        """At start-up, where no cost table was given: from the cache, or by timing the target's verify forward.
+
+        hidden_states: whether the drafter reads the target's. Drafting is timed later, in the first decode steps.
+        """
+        if not self._wants_cost:
+            return
+        if self._cache.exists():
+            try:
+                self._put_in_force(CostTable.load(self._cache), f"{self._cache} (measured before)")
+                return
+            except ValueError as error:
+                logger.warning("Adaptive verification: %s; measuring the step costs again.", error)
+        width = self.num_draft_positions + 1
+        forward = measure.VerifyForward(target_runner, width, hidden_states)
+        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0] * width)
+        self._clock = measure.DraftClock(self.verifier.device)
+
+    def _time_drafting(self, clock: measure.DraftClock) -> None:
+        milliseconds = clock.end_step()
+        if milliseconds is None or self._verify_costs is None:
+            return
+        table = msgspec.structs.replace(self._verify_costs, draft=[(1, milliseconds)])
+        self._clock = self._verify_costs = None
+        self._cache.parent.mkdir(parents=True, exist_ok=True)
+        table.save(self._cache)
+        self._put_in_force(table, f"measured at start-up, kept in {self._cache}")
+
+    def _put_in_force(self, table: CostTable, source: str) -> None:
+        self.verifier.set_cost(table)
+        self.cost_source = source
+        logger.info("Adaptive verification: step costs in force, %s.", source)
 
     def status(self) -> dict[str, Any]:
         return self._reporter.status()
@@ -194,3 +241,10 @@ def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
         result.block_accept_lens = result.accept_lens + _current.trimmed
     _current.end()
     return result
+
+
+def measure_costs(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
+    """A hook after a worker's `init_cuda_graphs`, the last thing before it serves."""
+    if _current is not None:
+        runner = worker.target_worker.model_runner
+        _current.measure_costs(runner, hidden_states=not runner.spec_algorithm.is_standalone())

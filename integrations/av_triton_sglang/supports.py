@@ -67,12 +67,6 @@ def _positions(arguments: Any, config: Config) -> str | None:
     return None if tokens is None or 2 <= tokens <= MAX_DRAFT_POSITIONS + 1 else f"{tokens - 1} draft positions"
 
 
-def _cost(arguments: Any, config: Config) -> str | None:
-    if config.settings.policy == "fixed" or config.cost_table or arguments.speculative_dspark_sps_table_path:
-        return None
-    return "no cost table"
-
-
 def _graphs(arguments: Any, config: Config) -> str | None:
     graphs = arguments.cuda_graph_config
     backend = getattr(getattr(graphs, "decode", None), "backend", "disabled")
@@ -105,12 +99,6 @@ RULES = (
         _when("speculative_eagle_topk", lambda k: k not in (None, 1), "--speculative-eagle-topk"),
         "a tree has no prefix to cut",
         "use --speculative-eagle-topk 1",
-    ),
-    Rule(
-        "cost_table",
-        _cost,
-        "measuring the step costs at start-up is not built yet",
-        "give cost_table in --adaptive-verification-config, or --speculative-dspark-sps-table-path",
     ),
     Rule(
         "cuda_graphs",

@@ -36,6 +36,7 @@ DSPARK: Mapping[str, str] = {
     _DSPARK + "dspark_worker_v2.DSparkWorkerV2.alloc_memory_pool": (
         "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
     ),
+    _DSPARK + "dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs": "self",
     _DSPARK + "dspark_worker_v2.DSparkWorkerV2.forward_batch_generation": (
         "self, batch, on_publish, grammar_barrier, *, pp_proxy_tensors"
     ),
@@ -69,6 +70,7 @@ DFLASH: Mapping[str, str] = {
     _DFLASH + "DFlashWorkerV2.alloc_memory_pool": (
         "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
     ),
+    _DFLASH + "DFlashWorkerV2.init_cuda_graphs": "self",
     _DFLASH + "DFlashWorkerV2.forward_batch_generation": "self, batch, on_publish, grammar_barrier, pp_proxy_tensors",
     _DFLASH + "DFlashWorkerV2._greedy_sample_from_vocab_parallel_head": ("self, *, hidden_states, lm_head, chunk_size"),
     _DFLASH + "DFlashWorkerV2._accept_block": (
@@ -84,6 +86,7 @@ EAGLE: Mapping[str, str] = {
     _EAGLE + "EAGLEWorkerV2.alloc_memory_pool": (
         "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
     ),
+    _EAGLE + "EAGLEWorkerV2.init_cuda_graphs": "self",
     _EAGLE + "EAGLEWorkerV2.forward_batch_generation": "self, batch, on_publish, grammar_barrier, pp_proxy_tensors",
     _EAGLE + "EagleDraftWorker.draft_forward": "self, forward_batch",
     _EAGLE + "EagleDraftWorker._draft_extend_for_prefill": (
@@ -115,7 +118,7 @@ def parameters(function: object) -> str:
         if each.kind is each.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             names.append("*")
-        prefix = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        prefix = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
         keyword_only |= each.kind is each.VAR_POSITIONAL
         names.append(prefix + each.name)
     return ", ".join(names)

@@ -13,7 +13,6 @@ GOOD = {
     "speculative_algorithm": "DSPARK",
     "speculative_num_draft_tokens": 8,
     "speculative_eagle_topk": 1,
-    "speculative_dspark_sps_table_path": None,
     "speculative_attention_mode": "prefill",
     "attention_backend": "fa3",
     "prefill_attention_backend": None,
@@ -117,17 +116,14 @@ def test_refusal_of_an_environment_variable(monkeypatch: pytest.MonkeyPatch, rul
 
 
 def test_every_rule_has_a_test() -> None:
-    tested = {rule for rule, *_ in [*REFUSED, *REFUSED_ENVIRONMENT]} | {"cost_table"}
+    tested = {rule for rule, *_ in [*REFUSED, *REFUSED_ENVIRONMENT]}
     assert tested == {rule.name for rule in supports.RULES}
 
 
-def test_no_drafter_and_no_cost_table() -> None:
+def test_no_drafter() -> None:
     assert supports.refusals(arguments(speculative_algorithm=None), CONFIG) == [
         "no drafter: give --speculative-algorithm and --speculative-draft-model-path"
     ]
-    [found] = supports.refusals(arguments(), Config())
-    assert found.startswith("no cost table: ")
-    assert supports.refusals(arguments(speculative_dspark_sps_table_path="sps.json"), Config()) == []
 
 
 def test_all_reasons_are_listed_at_once() -> None:

@@ -1,5 +1,6 @@
 """Jobs for the fork server: an engine, some requests, and what came of them."""
 
+import multiprocessing
 import time
 from typing import Any
 
@@ -76,3 +77,53 @@ def hooks_of_the_plugin(engine: dict[str, Any]) -> list[str]:
         for target, hooks in HookRegistry._hooks.items()
         if any(hook.__module__.startswith("av_triton") for _, hook, _ in hooks)
     )
+
+
+def serve(arguments: list[str], prompts: list[list[int]], sampling: dict[str, Any], port: int) -> dict[str, Any]:
+    """What `python -m sglang.launch_server ARGUMENTS` answers: /generate, then /server_info and /metrics."""
+    import requests
+
+    options = {
+        "device": "cpu", "dtype": "float32", "mem-fraction-static": 0.3, "max-total-tokens": 8192,
+        "max-running-requests": 4, "attention-backend": NAME, "port": port,
+    }  # fmt: skip
+    flags = ["disable-overlap-schedule", "disable-cuda-graph", "skip-server-warmup", "skip-tokenizer-init"]
+    given = [*(f"--{name}={value}" for name, value in options.items()), *(f"--{name}" for name in flags), *arguments]
+    process = multiprocessing.Process(target=_launch, args=(given,))
+    process.start()
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.is_alive(), "the server ended"
+            try:
+                if requests.get(f"{address}/health", timeout=20).ok:
+                    break
+            except requests.RequestException:
+                time.sleep(0.2)
+        body = {"input_ids": prompts, "sampling_params": sampling}
+        answers = requests.post(f"{address}/generate", json=body, timeout=120).json()
+        return {
+            "tokens": [each["output_ids"] for each in answers],
+            "server_info": requests.get(f"{address}/server_info", timeout=20).json(),
+            "metrics": requests.get(f"{address}/metrics", timeout=20).text,
+        }
+    finally:
+        process.terminate()
+
+
+def _launch(arguments: list[str]) -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    run_server(prepare_server_args(arguments))
+
+
+def generate_with_renamed_target(target: str, **job: Any) -> dict[str, Any]:
+    """As `generate`, on an SGLang that lacks one function."""
+    import pkgutil
+
+    owner, _, name = target.rpartition(".")
+    delattr(pkgutil.resolve_name(owner), name)
+    return generate(**job)

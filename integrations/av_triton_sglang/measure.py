@@ -1,0 +1,141 @@
+"""Step costs of this server: the target's verify forward timed when it starts, drafting timed in its first steps.
+
+The result is kept in a file, named after all that it depends on, and the next start takes it from there.
+"""
+
+import hashlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from av_triton import CostTable
+from av_triton_sglang.flag import Config
+
+logger = logging.getLogger(__name__)
+
+# Positions that every made-up request attends to.
+CONTEXT = 512
+REPEATS = 3
+# Drafting is timed in these decode steps, after one that warms up; they verify all drafts.
+DRAFT_STEPS = 5
+
+
+def cache_file(config: Config, arguments: Any, device: str) -> Path:
+    """Where the costs of this server are kept."""
+    folder = config.cost_cache or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "av_triton"
+    )
+    cuda = torch.cuda.is_available() and device.startswith("cuda")
+    key = {
+        "packages": {name: version(name) for name in ("av-triton", "sglang", "torch")},
+        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        **{
+            name: getattr(arguments, name)
+            for name in (
+                "model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend",
+                "prefill_attention_backend", "decode_attention_backend", "speculative_algorithm",
+                "speculative_draft_model_path", "speculative_draft_model_revision", "speculative_num_draft_tokens",
+                "tp_size", "max_running_requests",
+            )
+        },
+    }  # fmt: skip
+    name = hashlib.sha256(msgspec.json.encode(key, enc_hook=str, order="sorted")).hexdigest()[:16]
+    return Path(folder) / f"costs-{name}.json"
+
+
+class VerifyForward:
+    """The target's ragged verify forward over made-up requests, which live in the pool's dummy slot."""
+
+    def __init__(self, runner: Any, width: int, hidden_states: bool) -> None:
+        self._runner, self._width, self._hidden_states = runner, width, hidden_states
+        self._context = min(CONTEXT, runner.req_to_token_pool.req_to_token.shape[1] - width)
+
+    def __call__(self, tokens: int) -> None:
+        """tokens: at most max_requests * width, on as few requests as can hold them.
+
+        More requests would add the cost of reading their contexts, which a plan does not change.
+        """
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+        from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+        runner, device = self._runner, self._runner.device
+        rows = -(-tokens // self._width)
+        lengths = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+        layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[tokens])
+        zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
+        positions = torch.full((tokens,), self._context, dtype=torch.int64, device=device)
+        mode = CaptureHiddenMode.FULL if self._hidden_states else CaptureHiddenMode.NULL
+        committed = torch.full((rows,), self._context, dtype=torch.int64)
+        extended = committed + torch.tensor(lengths)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=rows,
+            input_ids=zeros,
+            req_pool_indices=torch.zeros(rows, dtype=torch.int64, device=device),
+            seq_lens=committed.to(device),
+            seq_lens_cpu=extended,
+            seq_lens_sum=int(extended.sum()),
+            orig_seq_lens=committed.to(device),
+            out_cache_loc=zeros,
+            positions=positions,
+            return_logprob=False,
+            spec_algorithm=runner.spec_algorithm,
+            spec_info=DFlashVerifyInput(
+                draft_token=zeros,
+                positions=positions,
+                draft_token_num=self._width,
+                custom_mask=None,
+                capture_hidden_mode=mode,
+                ragged_verify_layout=layout,
+                live_seq_lens_cpu=committed,
+            ),
+            capture_hidden_mode=mode,
+        )
+        runner.kv_index_translator.bind_runner_slots(batch)
+        with torch.inference_mode():
+            runner.forward(runner.prepare_dummy_forward_batch(batch))
+
+
+def measure_verify(forward: Callable[[int], None], max_tokens: int) -> CostTable:
+    """A table whose draft costs are still nothing."""
+    start = time.perf_counter()
+    table = CostTable.measure(
+        forward, max_tokens=max_tokens, draft=lambda requests: None, max_requests=1, repeats=REPEATS
+    )
+    logger.info(
+        "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms) in %.1f s.",
+        max_tokens, table.verify[0][1], table.verify[-1][1], time.perf_counter() - start,
+    )  # fmt: skip
+    return table
+
+
+class DraftClock:
+    """Times drafting in the first decode steps: from their begin to the plan, and from the verdicts to their end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._started = self._running = 0.0
+        self._steps: list[float] = []
+
+    def start(self) -> None:
+        self._wait()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._wait()
+        self._running += time.perf_counter() - self._started
+
+    def end_step(self) -> float | None:
+        """Milliseconds, once there are enough steps."""
+        self._steps.append(self._running * 1e3)
+        self._running = 0.0
+        return statistics.median(self._steps[1:]) if len(self._steps) > DRAFT_STEPS else None
