@@ -121,6 +121,22 @@ def test_saturated_rows_settle_at_their_acceptance(counts: tuple[int, ...], stra
         estimator.observe(slots, accepted, torch.full((rows,), positions))
 
 
+@pytest.mark.parametrize("slope_bound", [0.1, 1e9])
+def test_saturated_rows_settle_from_below_only_with_a_bounded_slope(slope_bound: float) -> None:
+    # p = 1e-11 at first: the Hessian vanishes, and an unbounded step throws the slope to 1e6, then back to 0, for ever.
+    accepted, slots = torch.tensor([0] * 9 + [1]), torch.arange(10)
+    estimator = AcceptanceEstimator(10, 1, settings=Settings(max_slope_step=slope_bound))
+    estimator.reset(slots)
+    estimator.state.slopes[SAMPLED] = 0
+    estimator.state.intercepts[SAMPLED] = -25
+    logits = logits_for(np.full((10, 1), 40, np.float32))
+    for _ in range(CYCLES * INTERVAL):
+        estimator.score(logits, slots)
+        estimator.observe(slots, accepted, torch.full((10,), 1))
+    p = float(estimator.score(logits, slots)[0, 0])
+    assert (abs(p - 0.1) < 0.015) == (slope_bound == 0.1), p
+
+
 def test_greedy_traffic_does_not_move_the_sampled_predictions() -> None:
     # vLLM #52228: the slope of greedy traffic is .65, that of sampled traffic .50.
     sampled, greedy = Model(0.5, (0.4, 0.1, -0.2)), Model(0.65, (1.4, 1.2, 1.0))
