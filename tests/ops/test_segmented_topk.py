@@ -77,6 +77,10 @@ def test_ties_go_by_position_then_row(backend):
     assert lengths == [
         [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2], [3, 2, 2], [3, 3, 2], [3, 3, 3]
     ]  # fmt: skip
+    # Where depths differ, the order shows in the lengths.
+    assert [run(s, [3, 1, 3], [budget]).tolist() for budget in (1, 2, 3, 5, 6)] == [
+        [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 2], [3, 1, 2]
+    ]  # fmt: skip
 
 
 def test_the_worked_example(backend):
