@@ -134,9 +134,7 @@ def _devices() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        architecture = (
-            device.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{device.major}{device.minor}"
-        )
+        architecture = device.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{device.major}{device.minor}"
         known = architecture in COMPILED_FOR
         yield Finding(
             f"GPU {index}",

@@ -72,9 +72,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         try:
             raw = msgspec.json.decode(Path(path).read_bytes())
             if isinstance(raw, dict) and raw.get("version") != VERSION:
-                raise SnapshotError(
-                    f"version is {raw.get('version')!r}, this av_triton reads version {VERSION}"
-                )
+                raise SnapshotError(f"version is {raw.get('version')!r}, this av_triton reads version {VERSION}")
             snapshot = msgspec.convert(raw, cls)
         except msgspec.ValidationError as error:
             raise SnapshotError(f"{path}: not a file of fitted coefficients: {error}; {remedy}") from error
