@@ -141,7 +141,8 @@ class VerifyPlanner:
             slots: int32 or int64 [B]; -1: padding. drafts: int32 or int64 [B], drafts per row; None: K.
             non_draft_tokens: tokens of the step that are not drafts, per segment: a number or int32 [S]; None: one
                 per real row.
-            budget: drafts per segment, a number or int32 [S]; None: the proposal, decided on the device.
+            budget: drafts per segment, a number or int32 [S]; None: the proposal, decided on the device, or all drafts
+                of a segment in which no row was scored.
             segments: int32 [S + 1], ascending offsets over the rows; None: one segment.
         """
         rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
@@ -161,17 +162,16 @@ class VerifyPlanner:
             elif value is not None and not (isinstance(value, int) and value >= 0):
                 raise ValueError(f"{name} = {value!r}: give a whole number, 0 or more, an int32 tensor, or None")
 
+        own = budget is None
         adaptive = self.settings.policy != "fixed" and self.inactive_reason is None
-        if self.settings.policy == "fixed" and budget is None:
-            budget = self.settings.fixed_budget
-        elif not adaptive and budget is None:
-            budget = VERIFY_ALL
-        inline = adaptive and budget is None
+        if not adaptive and own:
+            budget = VERIFY_ALL if self.settings.fixed_budget is None else self.settings.fixed_budget
+        inline = adaptive and own
         if inline:
             self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=False)
         select(
             self.state, self._out, scores, slots, drafts, segments, count,
-            self._out.proposal[:count] if budget is None else budget, non_draft_tokens, self._options.cap,
+            self._out.proposal[:count] if budget is None else budget, own, non_draft_tokens, self._options.cap,
             self.num_draft_positions, self._options.ppm, self._tile,
         )  # fmt: skip
         if adaptive and not inline:

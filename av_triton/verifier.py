@@ -67,7 +67,6 @@ class AdaptiveVerifier:
             max_slots, num_draft_positions, device, cost=cost, settings=self.settings, max_rows=max_rows
         )
         self.device = self.estimator.device
-        self._scored = False
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`; late verdicts for the old ones are ignored. See `AcceptanceEstimator.reset`."""
@@ -81,9 +80,7 @@ class AdaptiveVerifier:
         temperature: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """Acceptance probabilities of the drafts; see `AcceptanceEstimator.score`."""
-        scores = self.estimator.score(logits, slots, position, temperature)
-        self._scored = True
-        return scores
+        return self.estimator.score(logits, slots, position, temperature)
 
     def plan(
         self,
@@ -94,8 +91,6 @@ class AdaptiveVerifier:
         segments: torch.Tensor | None = None,
     ) -> Plan:
         """What to verify in this step; see `VerifyPlanner.plan`. Without a `score` since the last `observe`, all."""
-        if not self._scored and budget is None:
-            budget = _select.VERIFY_ALL
         return self.planner.plan(self.estimator.state.scores, slots, drafts, non_draft_tokens, budget, segments)
 
     def observe(
@@ -110,7 +105,6 @@ class AdaptiveVerifier:
         admitted: what was really verified, where that is not what the plan said; None: the plan's.
         """
         self.estimator._observe(slots, accepted, admitted, teach, self.planner.state)
-        self._scored = False
 
     def set_cost(self, cost: CostTable | None) -> None:
         """Put another cost table in force; see `VerifyPlanner.set_cost`."""

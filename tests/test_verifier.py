@@ -248,6 +248,31 @@ def test_a_step_without_scores_verifies_all_and_a_partly_scored_one_its_unscored
     assert int(plan.budget[0]) <= 6
 
 
+def test_scores_of_a_replayed_graph_count(rng):
+    """A captured score() runs without its Python; only the scores on the device tell that it ran."""
+    verifier = make(cost=STEEP)
+    slots = ints(0, 1, 2)
+    for _ in range(3):
+        verifier.estimator.score(torch.zeros(3, K, VOCAB), slots)
+        plan = verifier.plan(slots)
+        verifier.observe(slots, ints(0, 0, 0))
+    assert int(plan.admitted.sum()) < 3 * K
+
+
+def test_a_segment_without_scores_verifies_all():
+    verifier = make(cost=STEEP)
+    slots, segments = ints(0, 1, 2, 3), ints(0, 2, 4)
+    for _ in range(3):
+        verifier.score(torch.zeros(4, K, VOCAB), slots)
+        plan = verifier.plan(slots, segments=segments)
+        verifier.observe(slots, ints(0, 0, 0, 0))
+    assert int(plan.budget.max()) < 2 * K
+    verifier.score(torch.zeros(2, K, VOCAB), slots[:2])
+    plan = verifier.plan(slots, segments=segments)
+    assert int(plan.budget[0]) < 2 * K
+    assert plan.admitted.tolist()[2:] == [K, K]
+
+
 def test_the_first_plan_verifies_all(rng):
     verifier = make(cost=STEEP)
     slots = ints(4, 5)

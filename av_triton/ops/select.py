@@ -75,7 +75,10 @@ def gather_depth(drafts, r, real, K):
     return depth
 
 
-@triton.jit(do_not_specialize=["rows", "num_slots", "K", "budget_value", "non_draft_value", "cap", "ppm"])
+@triton.jit(
+    do_not_specialize=["rows", "num_slots", "K", "budget_value", "own", "non_draft_value", "cap", "ppm"],
+    do_not_specialize_on_alignment=["slots", "drafts", "segments", "budgets", "non_draft"],
+)
 def select_kernel(
     scores,
     slots,
@@ -83,6 +86,7 @@ def select_kernel(
     segments,
     budgets,
     budget_value,
+    own,
     non_draft,
     non_draft_value,
     cap,
@@ -146,6 +150,8 @@ def select_kernel(
     budget = budget_value
     if budgets is not None:
         budget = tl.load(budgets + seg).to(tl.int32)
+    scored = tl.sum(known.to(tl.int64), 0)
+    budget = tl.where((own > 0) & (scored == 0), total, budget)
     tokens = requests
     if non_draft is not None:
         tokens = tl.maximum(tl.load(non_draft + seg).to(tl.int32), 0)
@@ -155,7 +161,7 @@ def select_kernel(
     tl.store(budget_out + seg, budget)
     tl.store(slot_drafts + slot, depth, mask=real)
     tl.atomic_add(sums + position, share, mask=position < K, sem="relaxed")
-    tl.atomic_add(sums + P, tl.sum(known.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(sums + P, scored, sem="relaxed")
     length = admit(key, budget, total, P, R)
 
     slot, real = gather_slots(slots, r, live, num_slots)  # again: kept over the search they would spill
@@ -179,6 +185,7 @@ def select_kernel(
         total_s = tl.load(sums + position, mask=position < K, other=0, cache_modifier=".cg")
         average = (total_s.to(tl.float64) / tl.maximum(n, 1).to(tl.float64) / _Q30).to(tl.float32)
         tl.store(mean + position, average, mask=(position < K) & (n > 0))
+        tl.debug_barrier()  # every thread has read the sums
         tl.store(sums + position, 0)
         tl.store(sums + P, 0)
         tl.store(counters + 1, step + 1)
@@ -194,6 +201,7 @@ def select(
     segments: torch.Tensor | None,
     num_segments: int,
     budget: torch.Tensor | int,
+    own: bool,
     non_draft: torch.Tensor | int | None,
     cap: int,
     positions: int,
@@ -206,18 +214,19 @@ def select(
         scores: float32 [slots, P] by slot, UNSCORED where no logits were seen.
         slots: int32 or int64 [rows]; out of range: padding. drafts: integers [rows] or None for K.
         budget: one number for every segment, or int32 [S].
+        own: the budget is the planner's own, so a segment without a scored row is verified in full.
         non_draft: tokens of the step that are not drafts: one number, int32 [S], or None for one per real row.
         cap: most drafts and non-draft tokens of a segment, whatever the budget.
         ppm: explored share of the drafts in millionths.
         tile: (P, R, warps) as `segmented_topk.tile` gives it.
     """
     if not use_triton(scores.device):
-        _select_torch(state, out, scores, slots, drafts, segments, budget, non_draft, cap, positions, ppm)
+        _select_torch(state, out, scores, slots, drafts, segments, budget, own, non_draft, cap, positions, ppm)
         return
     P, R, warps = tile
     on_device, tokens_on_device = isinstance(budget, torch.Tensor), isinstance(non_draft, torch.Tensor)
     select_kernel[(num_segments,)](
-        scores, slots, drafts, segments, budget if on_device else None, 0 if on_device else budget,
+        scores, slots, drafts, segments, budget if on_device else None, 0 if on_device else budget, int(own),
         non_draft if tokens_on_device else None, -1 if tokens_on_device or non_draft is None else non_draft, cap,
         slots.shape[0], scores.shape[0], positions, ppm,
         state.survival, state.admitted, state.drafts, state.mean, state.sums, state.counters,
@@ -239,6 +248,7 @@ def _select_torch(
     drafts: torch.Tensor | None,
     segments: torch.Tensor | None,
     budget: torch.Tensor | int,
+    own: bool,
     non_draft: torch.Tensor | int | None,
     cap: int,
     positions: int,
@@ -269,6 +279,8 @@ def _select_torch(
         columns.append(running)
     s = torch.stack(columns, 1)
 
+    stored = real & (depth > 0)
+    known = stored & ~unscored
     step = int(state.counters[STEPS])
     admitted = torch.zeros(rows, dtype=torch.int32, device=device)
     for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
@@ -282,17 +294,16 @@ def _select_torch(
             tokens = max(int(non_draft[seg]), 0)
         else:
             tokens = requests if non_draft is None else non_draft
-        out.budget[seg] = granted = min(max(int(budgets[seg]), 0), int(part.sum()), max(cap - tokens, 0))
+        wanted = VERIFY_ALL if own and not bool(known[first:last].any()) else int(budgets[seg])
+        out.budget[seg] = granted = min(max(wanted, 0), int(part.sum()), max(cap - tokens, 0))
         admitted[first:last] = admit_reference(key, part, granted)
         state.counters[EXPLORED] += int((explored & (admitted[first:last] > 0)).sum())
     out.admitted[:rows] = admitted
     out.cu_verify[0] = 0
     out.cu_verify[1 : rows + 1] = torch.cumsum(torch.where(real, admitted + 1, 0), 0).to(torch.int32)
 
-    stored = real & (depth > 0)
     state.survival[slot[stored], :positions] = torch.where(unscored[stored, None], UNKNOWN, s[stored])
     state.admitted[at], state.drafts[at] = admitted[real], depth[real]
-    known = stored & ~unscored
     if bool(known.any()):
         total = (s[known] * float(Q30)).to(torch.int64).sum(0)
         state.mean[:positions] = (total.double() / int(known.sum()) / Q30).float()
