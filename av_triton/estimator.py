@@ -10,7 +10,7 @@ import triton
 from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
 from av_triton.ops._checks import INTEGERS, check_logits, check_vector, temperature_argument
-from av_triton.ops.logit_max import INVALID, MAX_VOCAB, launch_shape, logit_max_kernel, logit_max_reference
+from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, launch_shape, logit_max_kernel, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
@@ -112,7 +112,8 @@ class AcceptanceEstimator:
             )
             self._row_scores = torch.zeros(self.max_rows, P)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
-            self._partials = torch.empty(2, 0)
+            # For the largest vocabulary: a captured graph keeps the address.
+            self._partials = torch.empty(2, MAX_SPLITS * self.max_rows * P)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`: forget their predecessors.
@@ -187,8 +188,6 @@ class AcceptanceEstimator:
     ) -> None:
         s, rows, vocab = self.state, slots.shape[0], logits.shape[-1]
         splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
-        if self._partials.shape[1] < splits * self._tickets.shape[0]:
-            self._partials = torch.empty(2, splits * self._tickets.shape[0], device=self.device)
         logit_max_kernel[(rows * count, splits)](
             logits, logits.stride(0), logits.stride(1) if logits.dim() == 3 else 0, vocab, chunk, count, first,
             temperature, value, self._partials[0], self._partials[1], self._tickets, None, None,

@@ -97,7 +97,10 @@ def _count(counters, row: tl.constexpr, what, k, mask):
     tl.atomic_add(counters + row * P + k, tl.sum(what.to(tl.int64), 0), mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "num_slots", "K", "interval"])
+@triton.jit(
+    do_not_specialize=["rows", "num_slots", "K", "interval"],
+    do_not_specialize_on_alignment=["slots", "accepted", "admitted", "teach"],
+)
 def observe_kernel(
     features, scores, strata, slopes, intercepts, sums, counters, clock, slot_admitted, slot_drafts,
     slots, accepted, admitted, teach, rows, num_slots, K, interval,
@@ -108,6 +111,7 @@ def observe_kernel(
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, P)
     mask = k < K
+    cycle = tl.load(clock + 2) + 1  # ahead of the ticket: every thread reads it before one of them writes it
     slot, real = gather_slots(slots, r, r < rows, num_slots)
     a = tl.load(accepted + r, mask=real, other=-1).to(tl.int32)
     drafted = tl.zeros([BLOCK], tl.int32)
@@ -151,7 +155,6 @@ def observe_kernel(
     if tl.atomic_add(clock, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
-        cycle = tl.load(clock + 2) + 1
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 solve(sums + s * 6 * P, slopes + s, intercepts + s * P, K, RIDGE, DAMPING, MAX_DW, MAX_DB, P)
@@ -241,9 +244,7 @@ def _observe_torch(
     state.clock[OBSERVED] += 1
     state.clock[CYCLE] += 1
     if int(state.clock[CYCLE]) >= interval:
-        w, b = refit_reference(
-            state.sums[:, :, :positions], state.slopes, state.intercepts[:, :positions], *newton
-        )
+        w, b = refit_reference(state.sums[:, :, :positions], state.slopes, state.intercepts[:, :positions], *newton)
         state.slopes.copy_(w)
         state.intercepts[:, :positions] = b
         state.sums.zero_()
@@ -251,7 +252,7 @@ def _observe_torch(
         state.clock[REFITS] += 1
 
 
-@triton.jit(do_not_specialize=["n", "num_slots"])
+@triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])
 def reset_kernel(
     slots, new_strata, features, scores, strata, survival, slot_admitted, slot_drafts, n, num_slots, S,
     P: tl.constexpr, BLOCK: tl.constexpr,

@@ -82,7 +82,7 @@ def _draft_keys(
         for j in range(K):
             p = tl.load(values + slot * P + j, mask=present & (j < depth), other=1.0)
             first_of_all = first_of_all | (p < 0.0)
-            s = tl.where(j <= k, s * p, s)
+            s = tl.where(j <= k, s * tl.minimum(p, 1.0), s)
         s = tl.where(first_of_all, 1.0, s)
     else:
         s = tl.load(values + slot * P + k, mask=present, other=0.0)
@@ -151,7 +151,8 @@ def _look_ahead(ranked, accepted, tokens, draft_ms, verify_cost, num_costs, limi
 @triton.jit(
     do_not_specialize=[
         "rows", "num_slots", "K", "non_draft_value", "num_costs", "cost_stride", "cap", "ppm", "shift", "gain_ppm",
-    ]
+    ],
+    do_not_specialize_on_alignment=["slots", "drafts", "segments", "sampling", "non_draft"],
 )  # fmt: skip
 def budget_kernel(
     values, slots, drafts, segments, mean, sampling, non_draft, non_draft_value,
@@ -393,7 +394,7 @@ def propose(
         non_draft if on_device else None, -1 if on_device or non_draft is None else non_draft,
         costs.draft, costs.verify, 0, costs.padded, costs.verify.shape[0], options.cap, rows, scores.shape[0],
         positions, options.ppm, shift, options.gain_ppm, state.counters, ranked, tickets,
-        out.proposal, out.bypass, out.depth, P=P, R=R, C=min(512, P * R), RANK=RANKED, AGAINST=AGAINST,
+        out.proposal, out.bypass, out.depth, P=P, R=R, C=512, RANK=RANKED, AGAINST=AGAINST,
         AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later, num_warps=8,
     )  # fmt: skip
 
@@ -502,7 +503,7 @@ def _choose_budget(
         torch.nn.functional.pad(survival, (0, P - positions)), None, drafts, segments, None, sampling_requests, None, 0,
         None, cost, cost.shape[-1] if cost.dim() == 2 else 0, None, cost.shape[-1], NO_CAP if limit is None else limit,
         rows, rows, positions, 0, 0, 0, None, torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
-        torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=min(512, P * R),
+        torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=512,
         RANK=RANKED, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False, num_warps=8,
     )  # fmt: skip
     return budget

@@ -24,6 +24,7 @@ INVALID = -40.0  # feature of a row that is all -inf or holds a NaN; finite rows
 EMPTY = -3.0e38  # maximum of a set without a finite logit; its complement is 0
 MIN_TEMPERATURE = 1e-4
 MAX_VOCAB = 262_144
+MAX_SPLITS = 16  # of a row, one program each
 
 _EMPTY = tl.constexpr(EMPTY)
 _MAX_LOG_ODDS = tl.constexpr(MAX_LOG_ODDS)
@@ -116,7 +117,10 @@ def sigmoid_score(f, slope, intercept):
     return tl.where(f > -_MAX_LOG_ODDS, p, 0.0)
 
 
-@triton.jit(do_not_specialize=["positions", "first_position", "num_slots"])
+@triton.jit(
+    do_not_specialize=["positions", "first_position", "num_slots"],
+    do_not_specialize_on_alignment=["slots", "temperature"],
+)
 def logit_max_kernel(
     logits,
     row_stride,
@@ -204,7 +208,7 @@ def launch_shape(vocab: int, itemsize: int) -> tuple[int, int, int, int]:
     """(splits, chunk, block, warps) for rows of `vocab` logits: about 16,384 logits a program, chunks that keep every
     split 16-byte aligned. A function of the vocabulary alone, so that a changed batch size compiles nothing."""
     block = min(8192 // itemsize, triton.next_power_of_2(max(vocab, 128)))
-    splits = min(16, triton.next_power_of_2(triton.cdiv(vocab, 16384)))
+    splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(vocab, 16384)))
     return splits, triton.cdiv(triton.cdiv(vocab, splits), block) * block, block, 8 if block >= 2048 else 4
 
 
@@ -306,9 +310,7 @@ def logit_max_partial(
     return _logit_max_partial(logits, pointer, value)
 
 
-def merge_logit_max(
-    maximum: torch.Tensor, complement: torch.Tensor, dim: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_logit_max(maximum: torch.Tensor, complement: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(maximum, complement) of the whole vocabulary from those of its shards, stacked along `dim`.
 
     Args:

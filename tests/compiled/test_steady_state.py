@@ -19,7 +19,7 @@ PER_STEP = {"budget_kernel": 1, "select_kernel": 1, "observe_kernel": 1}
 
 
 class Runtime:
-    """Tensors as an engine holds them, allocated once, and one decode step of `rows` requests."""
+    """Tensors as an engine holds them, allocated once, and one decode step of `rows` requests from row `first` on."""
 
     def __init__(self, settings: Settings) -> None:
         self.verifier = AdaptiveVerifier(SLOTS, K, cost=COST, settings=settings, max_rows=ROWS)
@@ -31,15 +31,16 @@ class Runtime:
         self.host_budget: int | None = None
         self.verifier.reset(self.slots)
 
-    def step(self, rows: int = ROWS) -> tuple[torch.Tensor, Plan]:
-        slots = self.slots[:rows]
+    def step(self, rows: int = ROWS, first: int = 0) -> tuple[torch.Tensor, Plan]:
+        batch = slice(first, first + rows)
+        slots = self.slots[batch]
         if self.autoregressive:
             for k in range(K):
-                scores = self.verifier.score(self.logits[:rows, k], slots, position=k, temperature=1.0)
+                scores = self.verifier.score(self.logits[batch, k], slots, position=k, temperature=1.0)
         else:
-            scores = self.verifier.score(self.logits[:rows], slots, temperature=self.temperature[:rows])
+            scores = self.verifier.score(self.logits[batch], slots, temperature=self.temperature[batch])
         plan = self.verifier.plan(slots, budget=self.host_budget)
-        self.verifier.observe(slots, self.accepted[:rows])
+        self.verifier.observe(slots, self.accepted[batch])
         return scores, plan
 
 
@@ -83,7 +84,7 @@ def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -
     assert compiled == {**dict.fromkeys(PER_STEP, 1), "logit_max_kernel": 1, "reset_kernel": 1}
     with torch_log() as log:
         for rows in range(1, 51):
-            runtime.step(rows)
+            runtime.step(rows, first=rows % 7)  # rows that start at any address
     assert device.compilations == compiled
     assert log == Counter()
 
