@@ -32,10 +32,10 @@ PER_POSITION = {
     "expected_accepted": "Sum of the acceptance probabilities of the labelled drafts",
 }
 PER_VERIFIER = {
-    "steps": "Observed decode steps",
+    "steps": "Plans made, one per decode step",
     "refits": "Refits of the coefficients",
-    "explored": "Drafts admitted by the exploration schedule",
-    "bypassed": "Steps that verified all drafts because trimming promised too little",
+    "explored": "Requests that the exploration schedule put first",
+    "bypassed": "Budgets that verify all drafts because trimming promised too little",
 }
 
 
