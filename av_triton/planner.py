@@ -15,7 +15,10 @@ from av_triton.settings import MAX_ROWS, Settings
 
 
 class Plan(NamedTuple):
-    """What to verify in this step: views of buffers that the next `plan()` overwrites. B rows, S segments."""
+    """What to verify in this step: views of buffers that the next `plan()` overwrites. B rows, S segments.
+
+    `proposal` stays for `Settings.lag` further plans, so that the host reads exactly the one of that many steps back.
+    """
 
     admitted: torch.Tensor  # int32 [B], drafts to verify, per row
     cu_verify: torch.Tensor  # int32 [B + 1], prefix sums of admitted + 1 (the bonus row); padding rows count 0
@@ -78,10 +81,12 @@ class VerifyPlanner:
                 verify=torch.zeros(max_tokens + 1, dtype=torch.float64),
                 padded=torch.zeros(max_tokens + 1, dtype=torch.int32),
             )
-        self._host_proposal = self._out.proposal
-        if self.device.type == "cuda":
-            self._host_proposal = self._out.proposal.cpu().pin_memory()
         c = self.settings
+        self._host_proposals, self._plans = [self._out.proposal], 0
+        if self.device.type == "cuda":
+            self._host_proposals = [self._out.proposal.cpu().pin_memory() for _ in range(c.lag + 1)]
+        elif c.lag:
+            self._host_proposals = [self._out.proposal.clone() for _ in range(c.lag + 1)]
         self._options = BudgetOptions(
             cap=NO_CAP if c.max_verify_tokens is None else c.max_verify_tokens,
             ppm=round(c.exploration * PPM),
@@ -93,7 +98,8 @@ class VerifyPlanner:
         self.set_cost(cost)
 
     def set_cost(self, cost: CostTable | None) -> None:
-        """Put another cost table in force, at the same addresses: captured graphs see it at their next replay.
+        """Put another cost table in force, at the same addresses: captured graphs see it at their next replay. A graph
+        captured without a table, or with a flat one, goes on verifying all: capture it again.
 
         On several ranks call it with equal tables and at the same step. A missing or flat table means that every draft
         is verified, with one warning.
@@ -176,13 +182,15 @@ class VerifyPlanner:
         )  # fmt: skip
         if adaptive and not inline:
             self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=True)
-        if self._host_proposal is not self._out.proposal:
-            self._host_proposal[:count].copy_(self._out.proposal[:count], non_blocking=True)
+        proposal = self._host_proposals[self._plans % len(self._host_proposals)][:count]
+        self._plans += 1
+        if len(self._host_proposals) > 1 or self.device.type == "cuda":
+            proposal.copy_(self._out.proposal[:count], non_blocking=True)
         return Plan(
             admitted=self._out.admitted[:rows],
             cu_verify=self._out.cu_verify[: rows + 1],
             budget=self._out.budget[:count],
-            proposal=self._host_proposal[:count],
+            proposal=proposal,
             draft_depth=self._out.depth[:1],
         )
 

@@ -44,7 +44,8 @@ class AdaptiveVerifier:
         verifier.observe(slots, accepted)
 
     Args:
-        max_slots: size of the engine's request pool. num_draft_positions: K. device: where the logits live.
+        max_slots: size of the engine's request pool. num_draft_positions: K.
+        device: where the logits live; of several GPUs the current one (`torch.cuda.set_device`).
         cost: step costs in milliseconds; None: verify all. settings: see `Settings`.
         max_rows: largest batch; default min(max_slots, 1024).
     """

@@ -561,6 +561,20 @@ def test_set_cost_takes_effect_at_the_next_plan():
     assert plan.proposal[0] >= 3 * K, "a host that goes by the proposals must not trim what the device would verify"
 
 
+def test_a_proposal_is_kept_for_lag_further_plans(rng):
+    """The host reads the proposal of exactly `lag` steps back, whatever the device has done since."""
+    verifier = make(Settings(exploration=0.0, lag=2), cost=LINEAR)
+    slots, kept, read = ints(0, 1, 2), [], []
+    for step in range(6):
+        verifier.score(torch.zeros(3, K, VOCAB) if step % 2 else peaked(rng, 3), slots)
+        plan = verifier.plan(slots, budget=3 * K)
+        verifier.observe(slots, ints(0, 0, 0))
+        read.append(plan.proposal.tolist())
+        kept.append(plan.proposal)
+        assert [each.tolist() for each in kept[-3:]] == read[-3:]
+    assert len({tuple(each) for each in read}) > 1
+
+
 def test_inactive_verifiers_propose_everything(rng):
     with pytest.warns(RuntimeWarning, match="no cost table"):
         verifier = AdaptiveVerifier(SLOTS, K)
