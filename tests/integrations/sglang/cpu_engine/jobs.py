@@ -1,6 +1,7 @@
 """Jobs for the fork server: an engine, some requests, and what came of them."""
 
 import multiprocessing
+import os
 import time
 from typing import Any
 
@@ -21,20 +22,55 @@ DEFAULTS: dict[str, Any] = {
     "random_seed": 0,
 }
 
+# An environment variable: score a draft by the probability of the token that was drawn, which biases the output.
+DRAWN_TOKEN_SCORES = "TEST_DRAWN_TOKEN_SCORES"
+
+
+def _score_by_drawn_token() -> None:
+    """Plant the mistake: the logits that are scored are such that the "largest" probability is the drawn token's."""
+    import torch
+
+    from av_triton_sglang import dspark
+
+    def score(result: Any, *, step_temperatures: Any, **kwargs: Any) -> None:
+        from av_triton_sglang import step
+
+        tokens, logits = result
+        drawn = torch.softmax(logits.float(), -1).gather(-1, tokens[..., None])
+        # Two columns whose softmax is (p, 1 - p) with p pushed over 1/2, in the order of the drawn probabilities.
+        p = 0.5 + drawn.clamp(1e-4, 1 - 1e-4) / 2
+        step.current().score(torch.cat([p.log(), (1 - p).log()], -1), temperature=None)
+
+    hooks = tuple(each._replace(function=score) if each.function is dspark.score else each for each in dspark.HOOKS)
+    from av_triton_sglang import plugin
+
+    plugin.FAMILIES = {**plugin.FAMILIES, "DSPARK": (hooks, plugin.FAMILIES["DSPARK"][1])}
+
 
 def generate(
     engine: dict[str, Any],
     prompts: list[list[int]],
     sampling: dict[str, Any] | list[dict[str, Any]],
     repeats: int = 1,
+    retract_every: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Token ids, per-request statistics and the scheduler's state after `repeats` runs of the same prompts."""
-    import sglang
+    """Token ids, per-request statistics and the scheduler's state after `repeats` runs of the same prompts.
 
+    retract_every: decode steps after which SGLang gives up a running request and resumes it later, as if the cache
+    were full. options: of `Engine.generate`.
+    """
+    import sglang
+    from sglang.srt.managers import scheduler
+
+    if os.environ.get(DRAWN_TOKEN_SCORES):
+        _score_by_drawn_token()
+    if retract_every is not None:
+        scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, retract_every
     start = time.perf_counter()
     with sglang.Engine(**DEFAULTS | engine) as running:
         ready = time.perf_counter()
-        runs = [running.generate(input_ids=prompts, sampling_params=sampling) for _ in range(repeats)]
+        runs = [running.generate(input_ids=prompts, sampling_params=sampling, **options) for _ in range(repeats)]
         done = time.perf_counter()
         state = running.get_server_info()["internal_states"][0]
         return {

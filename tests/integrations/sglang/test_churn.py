@@ -1,0 +1,51 @@
+"""Requests that come and go: slots are reused, prompts come in chunks, requests are retracted and resumed."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.sglang import runs
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+from tests.integrations.sglang.runs import FAMILIES, engine
+
+pytestmark = pytest.mark.sglang
+
+# A cache of 320 tokens for four requests of up to 150.
+SMALL = {"max_total_tokens": 320, "chunked_prefill_size": 32, "max_running_requests": 4}
+
+
+def workload(requests: int, seed: int = 0) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Prompts of 2 to 70 tokens and outputs of 1 to 80."""
+    pick = random.Random(seed)
+    prompts = [[pick.randrange(3, 512) for _ in range(pick.choice((2, 5, 20, 70)))] for _ in range(requests)]
+    lengths = [pick.choice((1, 2, 15, 40, 80)) for _ in range(requests)]
+    return prompts, [{"temperature": 0, "max_new_tokens": each, "ignore_eos": True} for each in lengths]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=[] if name in ("DSPARK", "EAGLE") else pytest.mark.full)
+        for name, each in FAMILIES.items()
+    ],
+    ids=FAMILIES,
+)
+@pytest.mark.parametrize("requests", [24, pytest.param(200, marks=pytest.mark.full)])
+def test_churn_leaves_the_text_alone(server: ForkServer, models: Path, family: runs.Family, requests: int) -> None:
+    prompts, sampling = workload(requests)
+    job: dict[str, Any] = {"prompts": prompts, "sampling": sampling, "return_logprob": True, "timeout": 900}
+    job["retract_every"] = 7
+    plain, _ = server.call(runs.GENERATE, engine=engine(None, models) | SMALL, **job)
+    got, _ = server.call(runs.GENERATE, engine=engine(family, models, adaptive=True) | SMALL, **job)
+    for index, (want, have) in enumerate(zip(plain["tokens"][0], got["tokens"][0], strict=True)):
+        assert have == want, index
+    for index, (want, have) in enumerate(zip(plain["meta"][0], got["meta"][0], strict=True)):
+        values = [[value for value, *_ in meta["output_token_logprobs"]] for meta in (want, have)]
+        assert values[1] == pytest.approx(values[0], abs=1e-3), index
+    status = got["adaptive_verification"]
+    assert sum(status["admitted"]) < 0.9 * sum(status["drafted"])
+    # A stale feature that is graded after its slot was reused would show as more labels than drafts.
+    assert all(some <= each for some, each in zip(status["labelled"], status["admitted"], strict=True))
+    assert sum(each["num_retractions"] for each in got["meta"][0]) > 0
