@@ -205,7 +205,7 @@ class VerifyPlanner:
         later: bool,
     ) -> None:
         # After `select` the step counter already points at the next plan.
-        shift = max(self.settings.lag, 1) - 1 if later else self.settings.lag
+        shift = max(self.settings.lag, 1) - 1 if later else 0
         propose(
             self.state, self._out, self._costs, self._options, self._ranked, self._tickets, slots, drafts, segments,
             count, non_draft, self.num_draft_positions, shift, later, self._tile, scores,

@@ -31,6 +31,11 @@ def temperature_argument(
                 f"temperature is {temperature.dtype} on {temperature.device}: give float32 on {device}, as the logits"
             )
         return temperature.contiguous(), 0.0
+    if isinstance(temperature, torch.Tensor) and temperature.device.type != "cpu":
+        raise ValueError(
+            f"temperature is one number on {temperature.device}, and reading it would wait for the device: "
+            "give a Python number, or float32, one per row"
+        )
     try:
         value = float(temperature)
     except (TypeError, ValueError) as error:
