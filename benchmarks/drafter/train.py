@@ -127,7 +127,7 @@ def held_out(drafter: Drafter, embedding: Tensor, sequences: list[Sequence]) -> 
     random.setstate(states[0])
     torch.set_rng_state(states[1])
     reached = torch.cat(hits).float().cumprod(-1).mean(0)
-    conditional = reached / torch.cat([torch.ones(1), reached[:-1]])
+    conditional = (reached / torch.cat([torch.ones(1), reached[:-1]])).nan_to_num()
     return {
         "accept_length": round(1 + reached.sum().item(), 3),
         "conditional": [round(x, 3) for x in conditional.tolist()],
