@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from av_triton import GREEDY, SAMPLED, AdaptiveVerifier, Settings
 from av_triton.demo import report
 from av_triton.demo.drafters import BlockDrafter, Drafter, LayerSkipDrafter
-from av_triton.demo.engine import Arm, Prompts, first_differences, measure_costs, run
+from av_triton.demo.engine import Arm, Prompts, choose_threads, first_differences, measure_costs, run
 from av_triton.demo.model import Linear, Model, load_tokenizer, load_weights
 from av_triton.demo.sampling import Sampler
 
@@ -86,14 +86,14 @@ def _progress() -> Progress:
     )  # fmt: skip
 
 
-def _tracked(items: Sequence[Any]) -> Iterator[Any]:
+def _tracked(items: Sequence[Any], description: str) -> Iterator[Any]:
     with _progress() as progress:
-        yield from progress.track(items, description="dequantising")
+        yield from progress.track(items, description=description)
 
 
 def decode(arms: Sequence[Arm], title: str, batch: int) -> None:
     """Runs the arms in turns, under a progress bar."""
-    total = sum(len(arm.outputs) * arm.max_new for arm in arms)
+    total = sum(len(arm.prompts.ids) * arm.max_new for arm in arms)
     with _progress() as progress:
         task = progress.add_task(title, total=total)
         run(arms, 8 * batch, lambda arm, n: progress.update(task, advance=n, description=f"{title}: {arm.name}"))
@@ -124,7 +124,7 @@ def demo(
     draft_vocab: Annotated[int, typer.Option(min=256, help="The drafters propose token ids below this.")] = 8192,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, and is checked against plain decoding.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Nucleus of the target when sampling.")] = 0.95,
-    batch: Annotated[int, typer.Option(min=1, max=256, help="Requests decoded together.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Requests decoded together.")] = 24,
     k: Annotated[
         int | None, typer.Option(min=1, max=16, help="Drafts per step; by default 7 block, 4 layer-skip.")
     ] = None,
@@ -146,14 +146,16 @@ def demo(
         tokenizer = load_tokenizer()
         ids = encode(tokenizer, texts)
         length = max(map(len, ids)) + max_new + 17
-        model = Model(*load_weights(device, _tracked), length)
+        model = Model(*load_weights(device, lambda x: _tracked(x, "dequantising")), length)
         head = model.head if draft_vocab >= model.shape.vocab else Linear(model.embedding[:draft_vocab])
         drafters: list[Drafter] = []
         if drafter in (Which.block, Which.both):
             drafters.append(BlockDrafter.load(drafter_weights or shipped("drafter"), model, head, length))
         if drafter in (Which.layer_skip, Which.both):
             drafters.append(LayerSkipDrafter(model, head))
-        filled = Prompts(model, ids, tokenizer.eos_token_id, drafters[0].taps)
+        threads = choose_threads(model, batch, sum(map(len, ids)) // len(ids))
+        console.print(f"{threads} threads, {len(ids)} prompts, {max_new} new tokens each")
+        filled = Prompts(model, ids, tokenizer.eos_token_id, drafters[0].taps, lambda x: _tracked(x, "prefilling"))
         for each in drafters:
             depth = k or each.positions
             if depth > each.positions and not each.autoregressive:

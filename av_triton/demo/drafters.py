@@ -72,8 +72,8 @@ class LayerSkipDrafter(Drafter):
     ) -> Tensor:
         drafts, ids, one = [], pending, torch.ones_like(slots)
         for position in range(depth):
-            tokens = TokenList(slots, lengths + position, one)
-            hidden, _ = self.model.forward(ids, tokens, cache, self.layers)
+            tokens = TokenList(cache, slots, lengths + position, one)
+            hidden, _ = self.model.forward(ids, tokens, self.layers)
             ids = choose(self.head(hidden), position)
             drafts.append(ids)
         return torch.stack(drafts, 1)
@@ -169,7 +169,7 @@ class BlockDrafter(Drafter):
         self, pending: Tensor, slots: Tensor, lengths: Tensor, depth: int, cache: Cache, choose: Choose
     ) -> Tensor:
         rows = len(slots)
-        tokens = TokenList(slots, lengths, torch.full_like(slots, depth + 1), block=True)
+        tokens = TokenList(cache, slots, lengths, torch.full_like(slots, depth + 1), block=True)
         ids = torch.full((rows, depth + 1), self.mask, device=slots.device)
         ids[:, 0] = pending
         # The drafter was trained on embeddings rounded to bfloat16.
@@ -178,7 +178,7 @@ class BlockDrafter(Drafter):
             qkv = layer.qkv(self._norm(x, layer.input_norm)).view(len(x), 3, self.heads, self.head_dim)
             query = self.rope(self._norm(qkv[:, 0], layer.q_norm), tokens.positions)
             key = self.rope(self._norm(qkv[:, 1], layer.k_norm), tokens.positions)
-            x = x + layer.output(tokens.attend(query, key, qkv[:, 2], cache, i))
+            x = x + layer.output(tokens.attend(query, key, qkv[:, 2], i))
             gate, up = layer.gate_up(self._norm(x, layer.ffn_norm)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         hidden = self._norm(x, self.final_norm).view(rows, depth + 1, -1)[:, 1:].reshape(rows * depth, -1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,15 +19,22 @@ from av_triton.demo.sampling import Sampler
 class Prompts:
     """Prompts as token ids, and what a prefill of all but the last token leaves: computed once, shared by all arms."""
 
-    def __init__(self, model: Model, ids: Sequence[list[int]], stop: int, taps: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ids: Sequence[list[int]],
+        stop: int,
+        taps: Sequence[int],
+        track: Callable[[Sequence[list[int]]], Iterable[list[int]]] = iter,
+    ) -> None:
         self.ids, self.stop, self.taps = ids, stop, tuple(taps)
         self.longest = max(map(len, ids))
         self.prefilled: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         scratch = model.cache(1, self.longest)
-        for prompt in ids:
+        for prompt in track(ids):
             n = len(prompt) - 1
-            tokens = _tokens([0], [0], [n], model.device)
-            _, tapped = model.forward(torch.tensor(prompt[:-1], device=model.device), tokens, scratch, taps=self.taps)
+            tokens = _tokens(scratch, [0], [0], [n])
+            _, tapped = model.forward(torch.tensor(prompt[:-1], device=model.device), tokens, taps=self.taps)
             keys, values = (x[:, 0, :, :n].clone() for x in (scratch.keys, scratch.values))
             self.prefilled.append((keys, values, tapped))
 
@@ -37,12 +44,12 @@ class Prompts:
         cache.keys[:, slot, :, :n], cache.values[:, slot, :, :n] = keys, values
         if drafter is not None and draft_cache is not None:
             mine = [tapped[self.taps.index(layer)] for layer in drafter.taps]
-            drafter.extend(mine, _tokens([slot], [0], [n], keys.device), draft_cache)
+            drafter.extend(mine, _tokens(draft_cache, [slot], [0], [n]), draft_cache)
 
 
-def _tokens(slots: list[int], starts: list[int], counts: list[int], device: torch.device) -> TokenList:
-    a, b, c = (torch.tensor(x, device=device) for x in (slots, starts, counts))
-    return TokenList(a, b, c)
+def _tokens(cache: Cache, slots: list[int], starts: list[int], counts: list[int]) -> TokenList:
+    a, b, c = (torch.tensor(x, device=cache.keys.device) for x in (slots, starts, counts))
+    return TokenList(cache, a, b, c)
 
 
 @dataclass
@@ -76,6 +83,9 @@ class Labelled:
 class Arm:
     """One way to decode, with a pool of `batch` slots that waiting prompts take as they become free.
 
+    The queue never runs dry, as in serving: after the last prompt the first ones come again, so that every step is one
+    of a full batch. The arm has finished when every prompt has been decoded once.
+
     drafter None: plain decoding. verifier None: `depth` drafts per request, of which `admit` are verified. With a
     verifier: `depth` drafts at most, of which the plan says how many.
     """
@@ -100,9 +110,10 @@ class Arm:
         self.next_depth = depth
         self.cache = model.cache(batch, prompts.longest + max_new + depth)
         self.draft_cache = drafter.cache(self.cache) if drafter else None
-        self.waiting = deque(range(len(prompts.ids)))
-        self.outputs: list[list[int]] = [[] for _ in prompts.ids]
-        self.running: dict[int, int] = {}
+        self.started = 0
+        self.outputs: list[list[int]] = []
+        self.running = [0] * batch
+        self.slots = torch.arange(batch, device=model.device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=model.device)
         self.pending = torch.zeros_like(self.lengths)
         self.counts = Counts()
@@ -114,34 +125,34 @@ class Arm:
 
     @property
     def finished(self) -> bool:
-        return not self.running
+        count = len(self.prompts.ids)
+        return self.started >= count and min(self.running) >= count
 
     def round(self, tokens: int) -> None:
         """Decodes until it has emitted `tokens` tokens in all its rounds together, or has finished."""
         emitted, seconds = self.counts.emitted, self.counts.total_seconds
-        while self.running and self.counts.emitted < tokens:
+        while not self.finished and self.counts.emitted < tokens:
             self.step()
         self.rounds.append((self.counts.emitted - emitted, self.counts.total_seconds - seconds))
 
     def step(self) -> None:
         """Draft, plan, verify, accept, for every running request."""
         self.clock = time.perf_counter()
-        slots = torch.tensor(sorted(self.running), device=self.model.device)
-        lengths, pending = self.lengths[slots], self.pending[slots]
+        slots, lengths, pending = self.slots, self.lengths, self.pending
         drafts, draft_logits, predicted = self._draft(slots, lengths, pending)
         admitted = self._plan(slots, drafts)
 
-        tokens = TokenList(slots, lengths, admitted + 1)
+        tokens = TokenList(self.cache, slots, lengths, admitted + 1)
         ids = torch.cat((pending[:, None], drafts), 1)[tokens.rows, tokens.columns]
-        hidden, tapped = self.model.forward(ids, tokens, self.cache, taps=self.drafter.taps if self.drafter else ())
+        hidden, tapped = self.model.forward(ids, tokens, taps=self.drafter.taps if self.drafter else ())
         logits = self.model.head(hidden)
         if self.drafter and self.draft_cache:
             self.drafter.extend(tapped, tokens, self.draft_cache)
         self._lap("verify")
 
         accepted, following = self.sampler.verify(logits, tokens.offsets, drafts, admitted, draft_logits)
-        self.lengths[slots] += accepted + 1
-        self.pending[slots] = following
+        self.lengths = lengths + accepted + 1
+        self.pending = following
         kept = torch.cat((drafts, following[:, None]), 1)
         kept[torch.arange(len(slots), device=slots.device), accepted] = following
         host_accepted, host_kept = accepted.tolist(), kept.tolist()
@@ -157,7 +168,7 @@ class Arm:
         counts.drafted += drafts.numel()
         counts.admitted += len(ids) - len(slots)
         counts.accepted += sum(host_accepted)
-        for slot, n, row in zip(slots.tolist(), host_accepted, host_kept, strict=True):
+        for slot, n, row in zip(range(len(slots)), host_accepted, host_kept, strict=True):
             self._emit(slot, row[: n + 1])
 
     def _lap(self, part: str) -> None:
@@ -215,15 +226,14 @@ class Arm:
             if token == self.prompts.stop:
                 break
         if output[-1] == self.prompts.stop or len(output) == self.max_new:
-            del self.running[slot]
             self._start(slot)
 
     def _start(self, slot: int) -> None:
-        """Gives a free slot to the next waiting prompt. The prefill counts for no arm: they share it."""
-        if not self.waiting:
-            return
-        index = self.waiting.popleft()
-        self.running[slot] = index
+        """Gives a free slot to the next prompt. The prefill counts for no arm: they share it."""
+        index = self.started % len(self.prompts.ids)
+        self.running[slot] = self.started
+        self.started += 1
+        self.outputs.append([])
         self.prompts.fill(index, slot, self.cache, self.drafter, self.draft_cache)
         self.lengths[slot] = len(self.prompts.ids[index]) - 1
         self.pending[slot] = self.prompts.ids[index][-1]
@@ -235,17 +245,37 @@ class Arm:
 def run(arms: Sequence[Arm], round_tokens: int, advance: Callable[[Arm, int], None]) -> None:
     """Decodes with all arms in turns of `round_tokens` tokens, so that a slow spell of the machine meets them all."""
     goal = 0
-    while any(arm.running for arm in arms):
+    while not all(arm.finished for arm in arms):
         goal += round_tokens
         for arm in arms:
-            if arm.running:
+            if not arm.finished:
                 arm.round(goal)
                 advance(arm, arm.rounds[-1][0])
 
 
-def measure_costs(
-    model: Model, drafter: Drafter, batch: int, depth: int, context: int, draft_repeats: int = 5
-) -> CostTable:
+def choose_threads(model: Model, batch: int, context: int) -> int:
+    """Sets and returns the number of torch threads, one or all, whichever decodes faster.
+
+    Where others use the cores too, the late threads of every parallel region cost more than the others bring.
+    """
+    cache = model.cache(batch, context + 2)
+    slots = torch.arange(batch, device=model.device)
+    tokens = TokenList(cache, slots, torch.full_like(slots, context), torch.full_like(slots, 2))
+    times = {}
+    for threads in (1, torch.get_num_threads()):
+        torch.set_num_threads(threads)
+        laps = []
+        for _ in range(5):
+            start = time.perf_counter()
+            model.head(model.forward(tokens.slots, tokens)[0]).argmax(-1)
+            laps.append(time.perf_counter() - start)
+        times[threads] = median(laps)
+    best = min(times, key=lambda threads: times[threads])
+    torch.set_num_threads(best)
+    return best
+
+
+def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, context: int) -> CostTable:
     """Step times by size on this machine, at a context of `context` tokens per request."""
     cache = model.cache(batch, context + depth + 1)
     draft_cache = drafter.cache(cache)
@@ -262,8 +292,8 @@ def measure_costs(
     def verify(n: int) -> None:
         slots = rows(min(n, batch))
         counts = n // len(slots) + (slots < n % len(slots)).long()
-        tokens = TokenList(slots, torch.full_like(slots, context), counts)
-        hidden, tapped = model.forward(rows(n), tokens, cache, taps=drafter.taps)
+        tokens = TokenList(cache, slots, torch.full_like(slots, context), counts)
+        hidden, tapped = model.forward(rows(n), tokens, taps=drafter.taps)
         drafter.extend(tapped, tokens, draft_cache)
         model.head(hidden).argmax(-1)
 
@@ -276,25 +306,22 @@ def measure_costs(
         draft=draft,
         max_requests=batch,
         draft_sizes=[batch // 4, batch // 2, batch],
-        repeats=draft_repeats,
     )
 
 
 def first_differences(model: Model, plain: Arm, other: Arm) -> list[tuple[int, int, float]]:
     """(prompt, position, gap of the two target logits) where another arm's output first leaves plain decoding's."""
     found = []
-    for index, (a, b) in enumerate(zip(plain.outputs, other.outputs, strict=True)):
+    for index in range(len(plain.prompts.ids)):
+        a, b = plain.outputs[index], other.outputs[index]
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             if at == min(len(a), len(b)):
                 found.append((index, at, float("inf")))
                 continue
             ids = plain.prompts.ids[index] + a[:at]
-            hidden, _ = model.forward(
-                torch.tensor(ids, device=model.device),
-                _tokens([0], [0], [len(ids)], model.device),
-                model.cache(1, len(ids)),
-            )
+            tokens = _tokens(model.cache(1, len(ids)), [0], [0], [len(ids)])
+            hidden, _ = model.forward(torch.tensor(ids, device=model.device), tokens)
             logits = model.head(hidden[-1:])[0]
             found.append((index, at, float((logits[a[at]] - logits[b[at]]).abs())))
     return found

@@ -74,80 +74,51 @@ class Cache:
 
 
 class TokenList:
-    """Where each token of a flat list sits: its slot, its cache position, and the last cache position that it sees.
+    """Where each token of a flat list sits in a cache: its slot, its position, and what it sees.
 
     slots int64 [B] ascending, starts int64 [B] (position of each slot's first token), counts int64 [B] (tokens per
     slot, all >= 1). `block=True` lets every token see all of its slot's tokens (a parallel drafter's block); otherwise
     attention is causal.
     """
 
-    def __init__(self, slots: Tensor, starts: Tensor, counts: Tensor, block: bool = False) -> None:
-        device = slots.device
+    def __init__(self, cache: Cache, slots: Tensor, starts: Tensor, counts: Tensor, block: bool = False) -> None:
+        self.cache, self.block = cache, block
         self.offsets = F.pad(counts.cumsum(0), (1, 0))
-        self.rows = torch.repeat_interleave(torch.arange(len(slots), device=device), counts)
-        self.columns = torch.arange(len(self.rows), device=device) - self.offsets[self.rows]
+        self.rows = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts)
+        self.columns = torch.arange(len(self.rows), device=slots.device) - self.offsets[self.rows]
         self.slots, self.positions = slots[self.rows], starts[self.rows] + self.columns
-        first, last = int(slots[0]), int(slots[-1])
-        self.window, self.lanes = slice(first, last + 1), self.slots - first
-        limits = (starts + counts - 1)[self.rows] if block else self.positions
-        self.length = int((starts + counts).max())
-        host = counts.tolist()
-        self.width = _shared_width(host, last + 1 - first)
-        visible = torch.zeros(last + 1 - first, self.width, dtype=torch.long, device=device)
-        inside = self.columns < self.width
-        self.inside = None if bool(inside.all()) else inside
-        self.at = (self.lanes[inside], self.columns[inside])
-        visible[self.at] = limits[inside]
-        self.bias = _bias(visible, self.length)
-        self.tails = []
-        offsets = self.offsets.tolist()
-        for row, count in enumerate(host):
-            if count > self.width:
-                part = slice(offsets[row] + self.width, offsets[row + 1])
-                length = int(starts[row]) + count
-                self.tails.append((part, int(slots[row]) - first, length, _bias(limits[part][None], length)))
+        # A request attends on its own, over its own keys: there is nothing to pad, neither tokens nor context.
+        self.requests = []
+        for slot, start, count in zip(slots.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            seen = (slice(None), slice(slot, slot + 1), slice(None), slice(0, start + count))
+            self.requests.append((count, cache.keys[seen], cache.values[seen], self._mask(start, count)))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, cache: Cache, layer: int) -> Tensor:
+    def _mask(self, start: int, count: int) -> Tensor | None:
+        """Additive mask fp32 [count, start + count]; None where every token sees everything."""
+        if self.block or count == 1:
+            return None
+        mask = self.cache.keys.new_full((count, start + count), float("-inf"))
+        return mask.triu_(start + 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """Stores key, value [N, kv_heads, D] and attends with query [N, heads, D] -> [N, heads * D]."""
-        keys, values = cache.keys[layer, self.window], cache.values[layer, self.window]
-        keys[self.lanes, :, self.positions], values[self.lanes, :, self.positions] = key, value
-        lanes = query.new_zeros(len(keys), self.width, *query.shape[1:])
-        lanes[self.at] = query if self.inside is None else query[self.inside]
-        shared = _attend(lanes, keys[:, :, : self.length], values[:, :, : self.length], self.bias)
-        if self.inside is None:
-            return shared[self.at]
-        out = torch.empty(len(query), shared.shape[-1], dtype=query.dtype, device=query.device)
-        out[self.inside] = shared[self.at]
-        for part, lane, length, bias in self.tails:
-            out[part] = _attend(query[None, part], keys[lane, None, :, :length], values[lane, None, :, :length], bias)[
-                0
-            ]
-        return out
-
-
-def _shared_width(counts: list[int], lanes: int) -> int:
-    """How many columns all lanes attend with in one padded call; the longer rows' tails follow one by one.
-
-    A padded column costs a lane about a sixth of what one more call for a row costs (reading its keys once more).
-    """
-    return min(range(1, max(counts) + 1), key=lambda w: lanes * w + sum(c - w + 6 for c in counts if c > w))
-
-
-def _bias(limits: Tensor, length: int) -> Tensor:
-    """limits int64 [R, S] (last visible position) -> additive mask fp32 [R, 1, S, length]."""
-    hidden = torch.arange(length, device=limits.device) > limits[:, :, None]
-    return torch.zeros(hidden.shape, device=limits.device).masked_fill_(hidden, float("-inf"))[:, None]
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """query [R, S, heads, D], keys and values [R, kv_heads, T, D] -> [R, S, heads * D]."""
-    rows, width, heads, dim = query.shape
-    kv_heads = keys.shape[1]
-    group = heads // kv_heads
-    # Heads that share keys become rows of one query.
-    query = query.view(rows, width, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias.repeat(1, 1, group, 1))
-    return out.view(rows, kv_heads, group, width, dim).permute(0, 3, 1, 2, 4).reshape(rows, width, -1)
+        self.cache.keys[layer][self.slots, :, self.positions] = key
+        self.cache.values[layer][self.slots, :, self.positions] = value
+        (n, heads, dim), kv_heads = query.shape, key.shape[1]
+        group = heads // kv_heads
+        # Heads that share keys become rows of one query.
+        query = query.view(n, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, n * group, dim)
+        parts = query.split([count * group for count, *_ in self.requests], 2)
+        out = torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    part, keys[layer], values[layer], None if mask is None else mask.repeat_interleave(group, 0)
+                )
+                for part, (_, keys, values, mask) in zip(parts, self.requests, strict=True)
+            ],
+            2,
+        )
+        return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, heads * dim)
 
 
 @dataclass(frozen=True)
@@ -194,7 +165,6 @@ class Model:
         self,
         ids: Tensor,
         tokens: TokenList,
-        cache: Cache,
         layers: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
@@ -206,7 +176,7 @@ class Model:
             qkv = layer.qkv(self.norm(x, layer.attention_norm)).view(len(x), -1, s.head_dim)
             qk = self.rope(qkv[:, : s.heads + s.kv_heads], tokens.positions)
             value = qkv[:, s.heads + s.kv_heads :]
-            x = x + layer.output(tokens.attend(qk[:, : s.heads], qk[:, s.heads :], value, cache, i))
+            x = x + layer.output(tokens.attend(qk[:, : s.heads], qk[:, s.heads :], value, i))
             gate, up = layer.gate_up(self.norm(x, layer.ffn_norm)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
             if i in taps:

@@ -9,8 +9,8 @@ from tests.demo import tiny
 
 
 def forward(model, cache, slots, starts, counts, ids):
-    tokens = TokenList(*(torch.tensor(x) for x in (slots, starts, counts)))
-    return model.forward(torch.tensor(ids), tokens, cache)[0]
+    tokens = TokenList(cache, *(torch.tensor(x) for x in (slots, starts, counts)))
+    return model.forward(torch.tensor(ids), tokens)[0]
 
 
 @torch.inference_mode()
@@ -68,7 +68,7 @@ def test_ragged_list_equals_one_request_at_a_time(counts):
 
 
 def test_a_list_holds_only_the_tokens_it_was_given():
-    tokens = TokenList(torch.tensor([0, 4]), torch.tensor([3, 8]), torch.tensor([2, 1]))
+    tokens = TokenList(Cache(1, 5, 1, 10, 2), torch.tensor([0, 4]), torch.tensor([3, 8]), torch.tensor([2, 1]))
     assert tokens.slots.tolist() == [0, 0, 4]
     assert tokens.positions.tolist() == [3, 4, 8]
     assert tokens.offsets.tolist() == [0, 2, 3]
@@ -117,7 +117,7 @@ def test_block_drafter_equals_the_dense_form():
     cache = drafter.cache(Cache(4, 4, 2, 40, 8))
     assert cache.keys.shape == (2, 4, 4, 40, 8)
     for slot, length, taps in zip(slots, lengths, features, strict=True):
-        tokens = TokenList(slot[None], torch.tensor([0]), length[None])
+        tokens = TokenList(cache, slot[None], torch.tensor([0]), length[None])
         drafter.extend(list(taps), tokens, cache)
     pending, seen = torch.tensor([3, 8]), []
     drafter.draft(pending, slots, lengths, 5, cache, lambda logits, _: seen.append(logits) or logits.argmax(-1))
