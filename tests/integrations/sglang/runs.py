@@ -25,6 +25,7 @@ class Family(NamedTuple):
     drafter: str  # name in checkpoints.MAKERS
     width: int  # K + 1
     options: dict[str, Any]
+    target: str = "target"
 
 
 FAMILIES = {
@@ -33,16 +34,21 @@ FAMILIES = {
     "STANDALONE": Family("STANDALONE", "standalone", 5, CHAIN),
     "EAGLE": Family("EAGLE", "eagle", 5, CHAIN),
     "EAGLE3": Family("EAGLE3", "eagle3", 5, CHAIN),
+    "NEXTN": Family("NEXTN", "mtp", 5, CHAIN, target="mtp"),
 }
 
 
-def engine(family: Family | None, models: Path, adaptive: bool = False, **config: Any) -> dict[str, Any]:
-    """Keywords of `sglang.Engine`. family None: no drafter. config: of the plug-in, over the defaults here."""
-    keywords: dict[str, Any] = {"model_path": str(checkpoints.make("target", models))}
-    if family is not None:
-        drafter = checkpoints.make(family.drafter, models)
-        keywords |= {"speculative_algorithm": family.algorithm, "speculative_draft_model_path": str(drafter)}
-        keywords |= family.options
+def plain_engine(family: Family, models: Path) -> dict[str, Any]:
+    """Keywords of `sglang.Engine` for the family's target without a drafter."""
+    return {"model_path": str(checkpoints.make(family.target, models))}
+
+
+def engine(family: Family, models: Path, adaptive: bool = False, **config: Any) -> dict[str, Any]:
+    """Keywords of `sglang.Engine`. config: of the plug-in, over the defaults here."""
+    drafter = checkpoints.make(family.drafter, models)
+    keywords = plain_engine(family, models)
+    keywords |= {"speculative_algorithm": family.algorithm, "speculative_draft_model_path": str(drafter)}
+    keywords |= family.options
     if adaptive:
         keywords["enable_adaptive_verification"] = True
         keywords["adaptive_verification_config"] = plugin_config(models, **config)
@@ -77,21 +83,21 @@ def _run(server: ForkServer, keywords: str, length: int, sampling: str) -> Outco
     return Outcome(result["tokens"][0], result["meta"][0], result["adaptive_verification"], log)
 
 
-def assert_same_text(server: ForkServer, plain_engine: dict[str, Any], plain: Outcome, other: Outcome) -> None:
+def assert_same_text(server: ForkServer, keywords: dict[str, Any], plain: Outcome, other: Outcome) -> None:
     """Equal over the full output; a first difference passes where the two logits nearly tie, and is printed."""
     for prompt, want, got in zip(PROMPTS, plain.tokens, other.tokens, strict=True):
         if want == got:
             continue
         at = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)
-        gap = logit_gap(server, plain_engine, prompt + want[:at], want[at], got[at])
+        gap = logit_gap(server, keywords, prompt + want[:at], want[at], got[at])
         print(f"prompt {prompt}: token {at} is {got[at]} for {want[at]}; their logits differ by {gap:.1e}")
         assert gap < LOGIT_TOLERANCE, (prompt, at, want[at], got[at], gap)
 
 
-def logit_gap(server: ForkServer, plain_engine: dict[str, Any], context: list[int], first: int, second: int) -> float:
+def logit_gap(server: ForkServer, keywords: dict[str, Any], context: list[int], first: int, second: int) -> float:
     result, _ = server.call(
         "tests.integrations.sglang.cpu_engine.jobs:next_logprobs",
-        engine=plain_engine,
+        engine=keywords,
         context=context,
         tokens=[first, second],
     )

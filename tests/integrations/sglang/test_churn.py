@@ -8,7 +8,7 @@ import pytest
 
 from tests.integrations.sglang import runs
 from tests.integrations.sglang.cpu_engine.client import ForkServer
-from tests.integrations.sglang.runs import FAMILIES, engine
+from tests.integrations.sglang.runs import FAMILIES, engine, plain_engine
 
 pytestmark = pytest.mark.sglang
 
@@ -37,7 +37,7 @@ def test_churn_leaves_the_text_alone(server: ForkServer, models: Path, family: r
     prompts, sampling = workload(requests)
     job: dict[str, Any] = {"prompts": prompts, "sampling": sampling, "return_logprob": True, "timeout": 900}
     job["retract_every"] = 7
-    plain, _ = server.call(runs.GENERATE, engine=engine(None, models) | SMALL, **job)
+    plain, _ = server.call(runs.GENERATE, engine=plain_engine(family, models) | SMALL, **job)
     got, _ = server.call(runs.GENERATE, engine=engine(family, models, adaptive=True) | SMALL, **job)
     for index, (want, have) in enumerate(zip(plain["tokens"][0], got["tokens"][0], strict=True)):
         assert have == want, index

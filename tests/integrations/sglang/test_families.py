@@ -6,7 +6,7 @@ import pytest
 
 from tests.integrations.sglang import runs
 from tests.integrations.sglang.cpu_engine.client import ForkServer
-from tests.integrations.sglang.runs import FAMILIES, engine, run
+from tests.integrations.sglang.runs import FAMILIES, engine, plain_engine, run
 
 pytestmark = pytest.mark.sglang
 
@@ -19,12 +19,12 @@ one_family = pytest.mark.parametrize("family", SOME, ids=FAMILIES)
 
 @each_family
 def test_greedy_text_is_that_of_plain_decoding(server: ForkServer, models: Path, family: runs.Family) -> None:
-    plain = run(server, engine(None, models))
+    plain = run(server, plain_engine(family, models))
     adaptive = run(server, engine(family, models, adaptive=True))
     assert adaptive.status is not None
     assert adaptive.status["policy"] == "earlier"
     assert sum(adaptive.status["trimmed"]) > 0
-    runs.assert_same_text(server, engine(None, models), plain, adaptive)
+    runs.assert_same_text(server, plain_engine(family, models), plain, adaptive)
 
 
 @each_family
@@ -71,7 +71,7 @@ def test_a_fixed_budget_holds_in_every_step(server: ForkServer, models: Path, fa
     fixed = run(server, engine(family, models, adaptive=True, settings=settings))
     assert fixed.status is not None
     assert sum(fixed.status["admitted"]) <= 3 * fixed.status["steps"]
-    runs.assert_same_text(server, engine(None, models), run(server, engine(None, models)), fixed)
+    runs.assert_same_text(server, plain_engine(family, models), run(server, plain_engine(family, models)), fixed)
 
 
 @one_family

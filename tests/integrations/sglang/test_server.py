@@ -10,7 +10,7 @@ import pytest
 from tests.integrations.sglang import runs
 from tests.integrations.sglang.cpu_engine import checkpoints
 from tests.integrations.sglang.cpu_engine.client import ForkServer, JobError
-from tests.integrations.sglang.runs import FAMILIES, PROMPTS, engine, plugin_config, run
+from tests.integrations.sglang.runs import FAMILIES, PROMPTS, engine, plain_engine, plugin_config, run
 
 pytestmark = pytest.mark.sglang
 
@@ -155,5 +155,5 @@ def test_rows_with_another_target_are_not_learned_from(server: ForkServer, model
     assert biased.status is not None
     assert sum(biased.status["admitted"]) > 0
     assert sum(biased.status["labelled"]) == 0
-    plain = run(server, engine(None, models), length=40, logit_bias={"7": -1.0})
-    runs.assert_same_text(server, engine(None, models), plain, biased)
+    plain = run(server, plain_engine(DSPARK, models), length=40, logit_bias={"7": -1.0})
+    runs.assert_same_text(server, plain_engine(DSPARK, models), plain, biased)

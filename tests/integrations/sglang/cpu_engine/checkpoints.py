@@ -96,6 +96,30 @@ def standalone(path: Path, vocab: int = 512) -> None:
     _language_model(path, vocab, layers=1, seed=5)
 
 
+def mtp(path: Path, vocab: int = 512) -> None:
+    """A target that brings its own drafter, one MTP layer (SGLang's algorithm NEXTN); MiMo's form, which is Qwen2's."""
+    embedding, head = _vocabulary(vocab)
+    torch.manual_seed(31)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
+    own = "model.mtp_layers.0."
+    for prefix in ("model.layers.0.", "model.layers.1.", own):
+        tensors |= _layer(prefix, 0.3)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            tensors[f"{prefix}self_attn.{name}_proj.bias"] = torch.zeros(heads * HEAD_DIM)
+    tensors[own + "input_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        tensors[f"{own}{name}.weight"] = torch.ones(HIDDEN)
+    config = _config(
+        vocab,
+        architectures=["MiMoForCausalLM"],
+        model_type="qwen2",
+        num_hidden_layers=2,
+        num_nextn_predict_layers=1,
+        use_sliding_window=False,
+    )
+    _write(path, config, tensors)
+
+
 def _block_drafter(path: Path, vocab: int, norm: float, tensors: Tensors, **config: Any) -> None:
     torch.manual_seed(7)
     tensors = tensors | _layer("layers.0.", 0.3, qk_norm=True)
@@ -171,6 +195,7 @@ MAKERS = {
     "dflash": dflash,
     "eagle": eagle,
     "eagle3": eagle3,
+    "mtp": mtp,
 }
 
 

@@ -23,7 +23,10 @@ class JobError(AssertionError):
 
 
 # Files below sglang/srt/models that the CPU engine needs; importing all the others takes a minute.
-MODELS = {"deepseek_v4_dspark", "dflash", "dspark", "llama", "llama_eagle", "llama_eagle3", "registry", "utils"}
+MODELS = {
+    "deepseek_v4_dspark", "dflash", "dspark", "llama", "llama_eagle", "llama_eagle3", "mimo", "mimo_mtp", "qwen2",
+    "registry", "utils",
+}  # fmt: skip
 
 
 def unused_models() -> str:

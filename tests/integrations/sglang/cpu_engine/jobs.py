@@ -22,12 +22,16 @@ DEFAULTS: dict[str, Any] = {
     "random_seed": 0,
 }
 
-# An environment variable: score a draft by the probability of the token that was drawn, which biases the output.
+# An environment variable: score drafts by the probabilities of the tokens that were drawn, which biases the output.
 DRAWN_TOKEN_SCORES = "TEST_DRAWN_TOKEN_SCORES"
 
 
 def _score_by_drawn_token() -> None:
-    """Plant the mistake: the logits that are scored are such that the "largest" probability is the drawn token's."""
+    """Plant the mistake: every draft of a block is scored by the probability of the block that was drawn.
+
+    A draft's own token would not do: SGLang takes the first draft that was trimmed as verified (the row that judges it
+    was), so only a score by *later* tokens can be seen.
+    """
     import torch
 
     from av_triton_sglang import dspark
@@ -36,9 +40,9 @@ def _score_by_drawn_token() -> None:
         from av_triton_sglang import step
 
         tokens, logits = result
-        drawn = torch.softmax(logits.float(), -1).gather(-1, tokens[..., None])
-        # Two columns whose softmax is (p, 1 - p) with p pushed over 1/2, in the order of the drawn probabilities.
-        p = 0.5 + drawn.clamp(1e-4, 1 - 1e-4) / 2
+        drawn = torch.softmax(logits.float(), -1).gather(-1, tokens[..., None]).prod(1, keepdim=True)
+        # Two columns whose softmax is (p, 1 - p) with p over 1/2, in the order of the drawn probabilities.
+        p = (0.5 + drawn.clamp(1e-4, 1 - 1e-4) / 2).expand(-1, logits.shape[1], 1)
         step.current().score(torch.cat([p.log(), (1 - p).log()], -1), temperature=None)
 
     hooks = tuple(each._replace(function=score) if each.function is dspark.score else each for each in dspark.HOOKS)
