@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from av_triton.settings import MAX_DRAFT_POSITIONS
+from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 from av_triton_sglang.flag import Config
 
 ALGORITHMS = ("DSPARK", "DFLASH", "EAGLE", "EAGLE3", "STANDALONE")
@@ -93,6 +93,12 @@ RULES = (
         _positions,
         f"the planner takes 1 to {MAX_DRAFT_POSITIONS} draft positions",
         "choose another number of draft tokens",
+    ),
+    Rule(
+        "max_running_requests",
+        _when("max_running_requests", lambda n: n is not None and n > MAX_ROWS, "--max-running-requests"),
+        f"the planner takes batches of up to {MAX_ROWS} requests",
+        f"use at most {MAX_ROWS}",
     ),
     Rule(
         "tree",

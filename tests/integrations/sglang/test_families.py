@@ -65,6 +65,17 @@ def test_sampled_requests_are_served(server: ForkServer, models: Path, family: r
     assert sum(sampled.status["labelled"]) > 0
 
 
+def test_overlap_scheduling(server: ForkServer, models: Path) -> None:
+    """SGLang turns it off on a CPU for all drafters but DSPARK."""
+    family = FAMILIES["DSPARK"]
+    keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": False}
+    overlapped = run(server, keywords)
+    assert overlapped.status is not None
+    assert sum(overlapped.status["trimmed"]) > 0
+    plain = plain_engine(family, models)
+    runs.assert_same_text(server, plain, run(server, plain), overlapped)
+
+
 @one_family
 def test_a_fixed_budget_holds_in_every_step(server: ForkServer, models: Path, family: runs.Family) -> None:
     settings = {"policy": "fixed", "fixed_budget": 3, "exploration": 0.0}

@@ -13,6 +13,7 @@ GOOD = {
     "speculative_algorithm": "DSPARK",
     "speculative_num_draft_tokens": 8,
     "speculative_eagle_topk": 1,
+    "max_running_requests": 48,
     "speculative_attention_mode": "prefill",
     "attention_backend": "fa3",
     "prefill_attention_backend": None,
@@ -63,6 +64,7 @@ REFUSED = [
         "attention backend triton: ",
     ),
     ("draft_positions", {"speculative_num_draft_tokens": 18}, "17 draft positions: "),
+    ("max_running_requests", {"max_running_requests": 2000}, "--max-running-requests 2000: "),
     ("tree", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4: a tree has no prefix"),
     (
         "cuda_graphs",
