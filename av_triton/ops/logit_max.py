@@ -40,7 +40,7 @@ def logit_max_partial_reference(
     t = torch.as_tensor(0.0 if temperature is None else temperature, dtype=x.dtype, device=x.device)
     scale = torch.where(t > 0, 1.0 / t.clamp_min(MIN_TEMPERATURE), torch.ones_like(t))
     top, winner = x.max(dim=-1, keepdim=True)
-    e = torch.exp((x - top) * (scale[..., None] if scale.dim() else scale))
+    e = (x - top).mul_(scale[..., None] if scale.dim() else scale).exp_()
     c = e.scatter_(-1, winner, 0.0).sum(-1)
     top = top.squeeze(-1)
     c = torch.where(top.isnan(), torch.nan, torch.where(top == -torch.inf, 0.0, c))
