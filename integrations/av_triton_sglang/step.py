@@ -5,6 +5,7 @@ in one persistent buffer, -1 beyond the batch, so that the calls that a graph ma
 """
 
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,12 @@ class StepContext:
         self.num_draft_positions = num_draft_positions
         cost, self.cost_source = costs.load(self.config, arguments)
         self._wants_cost = cost is None and self.config.settings.policy != "fixed"
-        self.verifier = AdaptiveVerifier(
-            num_slots, num_draft_positions, device, cost=cost, settings=self.config.settings, max_rows=max_rows
-        )
+        with warnings.catch_warnings():
+            # Of a missing table, which is measured before anything is trimmed; of a flat one the log tells.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            self.verifier = AdaptiveVerifier(
+                num_slots, num_draft_positions, device, cost=cost, settings=self.config.settings, max_rows=max_rows
+            )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
         with self.verifier.device:

@@ -40,10 +40,11 @@ def _score_by_drawn_token() -> None:
         from av_triton_sglang import step
 
         tokens, logits = result
-        drawn = torch.softmax(logits.float(), -1).gather(-1, tokens[..., None]).prod(1, keepdim=True)
-        # Two columns whose softmax is (p, 1 - p) with p over 1/2, in the order of the drawn probabilities.
-        p = (0.5 + drawn.clamp(1e-4, 1 - 1e-4) / 2).expand(-1, logits.shape[1], 1)
-        step.current().score(torch.cat([p.log(), (1 - p).log()], -1), temperature=None)
+        drawn = torch.log_softmax(logits.float(), -1).gather(-1, tokens[..., None]).sum(1, keepdim=True)
+        # Two columns whose log-odds are 0 for the least likely blocks and 12 for the most likely: so far apart that the
+        # budget goes to whole blocks.
+        odds = (12 + 2 * drawn).clamp(min=0).expand(-1, logits.shape[1], 1)
+        step.current().score(torch.cat([odds, torch.zeros_like(odds)], -1), temperature=None)
 
     hooks = tuple(each._replace(function=score) if each.function is dspark.score else each for each in dspark.HOOKS)
     from av_triton_sglang import plugin

@@ -1,0 +1,157 @@
+"""The step context and the cut of acceptance, without an engine."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from av_triton import CostTable, Settings
+from av_triton_sglang import measure, ragged
+from av_triton_sglang.flag import Config, Launch
+from av_triton_sglang.step import StepContext, changes_target
+
+K, SLOTS, VOCAB = 4, 8, 16
+CACHE_KEY = (
+    "model_path", "revision", "dtype", "quantization", "kv_cache_dtype", "attention_backend",
+    "prefill_attention_backend", "decode_attention_backend", "speculative_algorithm", "speculative_draft_model_path",
+    "speculative_draft_model_revision", "speculative_num_draft_tokens", "tp_size", "max_running_requests",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "version", lambda package: "0")
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    fields = dict.fromkeys(CACHE_KEY) | {"speculative_dspark_sps_table_path": None, "enable_metrics": False}
+    return SimpleNamespace(**fields | changes)
+
+
+def context(tmp_path: Path, **config: Any) -> StepContext:
+    CostTable(draft=[(1, 1.0)], verify=[(1, 2.0), (40, 80.0)]).save(tmp_path / "cost.json")
+    launch = Launch(config=Config(**{"cost_table": str(tmp_path / "cost.json")} | config), algorithm="DSPARK")
+    return StepContext(launch, arguments(), num_draft_positions=K, num_slots=SLOTS, max_rows=SLOTS, device="cpu")
+
+
+def request(**changes: Any) -> SimpleNamespace:
+    sampling = {
+        "top_k": -1, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0,
+        "logit_bias": None, "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None,
+        "custom_params": None, "watermark": None,
+    }  # fmt: skip
+    own = {key: changes.pop(key) for key in ("grammar", "custom_logit_processor") if key in changes}
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**sampling | changes),
+        **{"grammar": None, "custom_logit_processor": None} | own,
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frequency_penalty": 0.1}, {"presence_penalty": -0.1}, {"repetition_penalty": 1.1}, {"min_new_tokens": 3},
+        {"logit_bias": {"1": 2.0}}, {"json_schema": "{}"}, {"regex": "a"}, {"ebnf": "a"}, {"structural_tag": "a"},
+        {"custom_params": {"a": 1}}, {"watermark": object()}, {"grammar": object()}, {"custom_logit_processor": "a"},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_a_request_with_another_target_is_recognised(change: dict[str, Any]) -> None:
+    assert not changes_target(request())
+    assert changes_target(request(**change))
+
+
+def step(context: StepContext, slots: list[int], accepted: list[int]) -> torch.Tensor:
+    context.begin(torch.tensor(slots))
+    context.score(torch.randn(len(slots), K, VOCAB) * 3)
+    admitted = context.plan().admitted.clone()
+    context.observe(torch.minimum(torch.tensor(accepted), admitted))
+    context.end()
+    return admitted
+
+
+def test_rows_with_another_target_do_not_teach(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = Settings(policy="fixed", fixed_budget=2 * K)
+    each = context(tmp_path, settings=settings)
+    each.reset(torch.tensor([2, 5]), [request(), request(logit_bias={"1": 1.0})])
+    step(each, [2, 5], [4, 4])
+    taught = each.verifier.counters()["labelled"].sum()
+    each.reset(torch.tensor([5]), [request()])
+    step(each, [5], [4])
+    assert each.verifier.counters()["labelled"].sum() > taught > 0
+    only = context(tmp_path, settings=settings)
+    only.reset(torch.tensor([5]), [request(logit_bias={"1": 1.0})])
+    step(only, [5], [4])
+    assert only.verifier.counters()["admitted"].sum() > 0
+    assert only.verifier.counters()["labelled"].sum() == 0
+
+
+def test_strata_follow_the_requests_temperature(tmp_path: Path) -> None:
+    each = context(tmp_path)
+    each.reset(torch.tensor([1, 2]), [request(top_k=1), request()])
+    assert each.verifier.estimator.state.strata.tolist()[:3] == [0, 1, 0]
+    one = context(tmp_path, settings=Settings(strata=("all",), initial_slopes=(0.7,)))
+    one.reset(torch.tensor([1]), [request(top_k=1)])
+    assert one.verifier.estimator.state.strata.tolist()[1] == 0
+
+
+def test_slots_beyond_the_batch_are_padding(tmp_path: Path) -> None:
+    each = context(tmp_path)
+    each.begin(torch.tensor([3, 4, 5]))
+    address = each.slots(SLOTS).data_ptr()
+    each.begin(torch.tensor([6]))
+    assert each.slots(SLOTS).tolist() == [6] + [-1] * (SLOTS - 1)
+    assert each.slots(SLOTS).data_ptr() == address
+    assert each.slots(2, first=1).tolist() == [-1, -1]
+
+
+def test_a_position_scored_after_the_verdicts_waits_for_the_next_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    each = context(tmp_path)
+    slots = torch.tensor([3])
+    each.reset(slots, [request()])
+    each.score(torch.randn(1, VOCAB), position=0, slots=slots)
+    first = float(each.verifier.estimator.state.scores[3, 0])
+    each.begin(slots)
+    for position in range(1, K):
+        each.score(torch.randn(1, VOCAB), position=position)
+    each.plan()
+    each.observe(torch.tensor([0]))
+    each.score(torch.randn(1, VOCAB), position=0)
+    each.end()
+    assert 0 < first < 1
+    assert 0 < float(each.verifier.estimator.state.scores[3, 0]) < 1
+    assert float(each.verifier.estimator.state.scores[3, 0]) != first
+    assert each.verifier.counters()["labelled"][0] == 1
+
+
+def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
+    verify = CostTable(draft=[(1, 1e-6)], verify=[(1, 2.0), (40, 80.0)])
+    monkeypatch.setattr(measure, "measure_verify", lambda forward, tokens: verify)
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(SLOTS, 2048)))
+    assert each.verifier.status().reason.startswith("no cost table")
+    each.measure_costs(runner, hidden_states=True)
+    each.reset(torch.tensor([0, 1]), [request(), request()])
+    for _ in range(measure.DRAFT_STEPS):
+        assert step(each, [0, 1], [0, 0]).tolist() == [K, K]
+    assert each.cost_source == "none"
+    step(each, [0, 1], [0, 0])
+    [kept] = (tmp_path / "cache").iterdir()
+    assert each.cost_source == f"measured at start-up, kept in {kept}"
+    assert CostTable.load(kept).verify == verify.verify
+    again = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
+    again.measure_costs(runner, hidden_states=True)
+    assert again.cost_source == f"{kept} (measured before)"
+
+
+def test_acceptance_is_cut_at_what_was_verified() -> None:
+    plan = SimpleNamespace(verify_lens=torch.tensor([1, 3, 5], dtype=torch.int32))
+    cut = ragged.cut(torch.tensor([2, 2, 1]), plan)
+    assert cut.accepted.tolist() == [0, 2, 1]
+    assert cut.over.tolist() == [True, False, False]
+    assert cut.trimmed.tolist() == [2, 0, 0]
+    assert cut.accepted.dtype == torch.int64
