@@ -66,7 +66,7 @@ def _draft_keys(
     From scores: explored rows (from .. to, and up to wrapped_to) and rows with an unscored draft count as certain."""
     k = e // tl.maximum(rows_here, 1)
     r = first + e % tl.maximum(rows_here, 1)
-    live = (r < last) & (k < K)
+    live = e < rows_here * K
     slot = r.to(tl.int64)
     real = live
     if slots is not None:
