@@ -199,12 +199,15 @@ class AcceptanceEstimator:
         self, logits: torch.Tensor, slots: torch.Tensor, first: int, temperature: torch.Tensor | None, value: float
     ) -> None:
         s, rows, count = self.state, *logits.shape[:2]
-        t = torch.full((rows,), value, device=self.device) if temperature is None else temperature
         real = (slots >= 0) & (slots < self.max_slots)
         at, columns = slots[real].long(), slice(first, first + count)
         # A few rows at a time stay in the cache; the whole batch at once takes about twice as long.
-        parts = zip(logits.split(2), t[:, None].expand(rows, count).split(2), strict=True)
-        f = torch.cat([logit_max_reference(x, y) for x, y in parts]).float()
+        if temperature is None:
+            parts = [logit_max_reference(x, value or None) for x in logits.split(2)]
+        else:
+            t = temperature[:, None].expand(rows, count)
+            parts = [logit_max_reference(x, y) for x, y in zip(logits.split(2), t.split(2), strict=True)]
+        f = torch.cat(parts).float()
         stratum = s.strata[at].long()
         p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
         self._row_scores[:rows, columns] = 0.0

@@ -31,7 +31,8 @@ class Drafter(ABC):
     name: str
     autoregressive: bool
     positions: int
-    """The default number of drafts."""
+    """Drafts per step by default, and `most` at most."""
+    most: int = 16
     taps: Sequence[int] = ()
     """Target layers whose outputs `extend` wants for every verified token."""
 
@@ -102,6 +103,7 @@ class BlockDrafter(Drafter):
 
     name = "block"
     autoregressive = False
+    positions = 5
 
     def __init__(
         self, model: Model, head: Linear, weights: dict[str, Tensor], config: dict[str, Any], max_length: int
@@ -112,7 +114,7 @@ class BlockDrafter(Drafter):
         self.model, self.head = model, head
         self.head_dim, self.heads = config["head_dim"], config["num_attention_heads"]
         self.norm_eps = config["rms_norm_eps"]
-        self.positions = config["block_size"] - 1
+        self.most = config["block_size"] - 1
         self.mask = config["dflash_config"]["mask_token_id"]
         self.taps = config["dflash_config"]["target_layer_ids"]
         self.rope = Rope(self.head_dim, config["rope_theta"], max_length, model.device)

@@ -297,15 +297,12 @@ def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, contex
         drafter.extend(tapped, tokens, draft_cache)
         model.head(hidden).argmax(-1)
 
+    # A matrix product of a height not met before costs the CPU library a set-up, as a new graph would: keep to a few.
     most = batch * (depth + 1)
-    sizes = [batch // 4, batch // 2, *(batch * i // 4 for i in (4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28)), most]
+    sixths = (*range(6, 12), *range(12, 18, 2), *range(18, 6 * (depth + 1), 6))
+    sizes = sorted({batch * i // 6 for i in sixths if batch * i // 6 < most} | {most})
     return CostTable.measure(
-        verify,
-        sizes,
-        max_tokens=most,
-        draft=draft,
-        max_requests=batch,
-        draft_sizes=[batch // 4, batch // 2, batch],
+        verify, sizes, max_tokens=most, captured=sizes, draft=draft, max_requests=batch, draft_sizes=[batch]
     )
 
 

@@ -37,12 +37,15 @@ def logit_max_partial_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(m, c) of every row, in the dtype of `logits` if that is float32 or float64, else in float32."""
     x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    t = torch.as_tensor(0.0 if temperature is None else temperature, dtype=x.dtype, device=x.device)
-    scale = torch.where(t > 0, 1.0 / t.clamp_min(MIN_TEMPERATURE), torch.ones_like(t))
     top, winner = x.max(dim=-1, keepdim=True)
-    e = (x - top).mul_(scale[..., None] if scale.dim() else scale).exp_()
-    c = e.scatter_(-1, winner, 0.0).sum(-1)
+    d = x - top
     top = top.squeeze(-1)
+    scale = torch.ones_like(top)
+    if temperature is not None:
+        t = torch.as_tensor(temperature, dtype=x.dtype, device=x.device).expand_as(top)
+        scale = torch.where(t > 0, 1.0 / t.clamp_min(MIN_TEMPERATURE), scale)
+        d.mul_(scale[..., None])
+    c = d.exp_().scatter_(-1, winner, 0.0).sum(-1)
     c = torch.where(top.isnan(), torch.nan, torch.where(top == -torch.inf, 0.0, c))
     m = torch.where(top > EMPTY, top * scale, EMPTY)
     return m.clamp_min(EMPTY), c
