@@ -44,11 +44,18 @@ from av_triton.ops.survival import survival_reference
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 
 HYSTERESIS = 1.5  # a segment that is bypassed starts trimming again at this multiple of the minimum gain
-RANKED = 128  # drafts that one program ranks
 # Drafts that it compares them with at a time: one column per thread, or the keys of several spill. The interpreter pays
 # per operation, whatever its size.
 AGAINST = 512 if triton.knobs.runtime.interpret else 32
 NO_CAP = 1 << 30
+
+
+def ranked_per_program() -> int:
+    """Drafts that one program ranks. With 128 AMD's compiler spills scalar registers, with 64 NVIDIA's vector ones."""
+    if triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().backend != "hip":
+        return 128
+    return 64
+
 
 _Q30 = tl.constexpr(float(Q30))
 _NO_CAP = tl.constexpr(NO_CAP)
@@ -389,12 +396,13 @@ def propose(
     P, R, _ = tile
     rows = slots.shape[0]
     on_device = isinstance(non_draft, torch.Tensor)
-    budget_kernel[(num_segments, max(1, triton.cdiv(rows * positions, RANKED)))](
+    ranked_here = ranked_per_program()
+    budget_kernel[(num_segments, max(1, triton.cdiv(rows * positions, ranked_here)))](
         scores if options.lookahead else state.survival, slots, drafts, segments, state.mean, None,
         non_draft if on_device else None, -1 if on_device or non_draft is None else non_draft,
         costs.draft, costs.verify, 0, costs.padded, costs.verify.shape[0], options.cap, rows, scores.shape[0],
         positions, options.ppm, shift, options.gain_ppm, state.counters, ranked, tickets,
-        out.proposal, out.bypass, out.depth, P=P, R=R, C=512, RANK=RANKED, AGAINST=AGAINST,
+        out.proposal, out.bypass, out.depth, P=P, R=R, C=512, RANK=ranked_here, AGAINST=AGAINST,
         AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later, num_warps=8,
     )  # fmt: skip
 
@@ -499,12 +507,14 @@ def _choose_budget(
     budget = torch.empty(count, dtype=torch.int32, device=device)
     P = triton.next_power_of_2(positions)
     R = max(16, triton.next_power_of_2(max(rows, 1)))
-    budget_kernel[(count, max(1, triton.cdiv(rows * positions, RANKED)))](
+    ranked_here = ranked_per_program()
+    budget_kernel[(count, max(1, triton.cdiv(rows * positions, ranked_here)))](
         torch.nn.functional.pad(survival, (0, P - positions)), None, drafts, segments, None, sampling_requests, None, 0,
         None, cost, cost.shape[-1] if cost.dim() == 2 else 0, None, cost.shape[-1], NO_CAP if limit is None else limit,
         rows, rows, positions, 0, 0, 0, None, torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
         torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=512,
-        RANK=RANKED, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False, num_warps=8,
+        RANK=ranked_here, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False,
+        num_warps=8,
     )  # fmt: skip
     return budget
 
