@@ -1,7 +1,6 @@
 """Jobs for the fork server: an engine, some requests, and what came of them."""
 
 import multiprocessing
-import os
 import time
 from typing import Any
 
@@ -22,35 +21,6 @@ DEFAULTS: dict[str, Any] = {
     "random_seed": 0,
 }
 
-# An environment variable: score drafts by the probabilities of the tokens that were drawn, which biases the output.
-DRAWN_TOKEN_SCORES = "TEST_DRAWN_TOKEN_SCORES"
-
-
-def _score_by_drawn_token() -> None:
-    """Plant the mistake: every draft of a block is scored by the probability of the block that was drawn.
-
-    A draft's own token would not do: SGLang takes the first draft that was trimmed as verified (the row that judges it
-    was), so only a score by *later* tokens can be seen.
-    """
-    import torch
-
-    from av_triton_sglang import dspark
-
-    def score(result: Any, *, step_temperatures: Any, **kwargs: Any) -> None:
-        from av_triton_sglang import step
-
-        tokens, logits = result
-        drawn = torch.log_softmax(logits.float(), -1).gather(-1, tokens[..., None]).sum(1, keepdim=True)
-        # Two columns whose log-odds are 0 for the least likely blocks and 12 for the most likely: so far apart that the
-        # budget goes to whole blocks.
-        odds = (12 + 2 * drawn).clamp(min=0).expand(-1, logits.shape[1], 1)
-        step.current().score(torch.cat([odds, torch.zeros_like(odds)], -1), temperature=None)
-
-    hooks = tuple(each._replace(function=score) if each.function is dspark.score else each for each in dspark.HOOKS)
-    from av_triton_sglang import plugin
-
-    plugin.FAMILIES = {**plugin.FAMILIES, "DSPARK": (hooks, plugin.FAMILIES["DSPARK"][1])}
-
 
 def generate(
     engine: dict[str, Any],
@@ -68,8 +38,6 @@ def generate(
     import sglang
     from sglang.srt.managers import scheduler
 
-    if os.environ.get(DRAWN_TOKEN_SCORES):
-        _score_by_drawn_token()
     if retract_every is not None:
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, retract_every
     start = time.perf_counter()
