@@ -131,8 +131,9 @@ class AdaptiveVerifier:
         steps, refits, explored, bypassed: scalars.
         """
         K = self.estimator.num_draft_positions
-        rows = self.estimator.state.counters[:, :K].cpu().numpy()
-        plan, clock = self.planner.state.counters.cpu().numpy(), self.estimator.state.clock.cpu().numpy()
+        rows = self.estimator.state.counters[:, :K].cpu().numpy().copy()
+        plan = self.planner.state.counters.cpu().numpy().copy()
+        clock = self.estimator.state.clock.cpu().numpy().copy()
         return {
             "drafted": rows[_accumulate.DRAFTED],
             "admitted": rows[_accumulate.ADMITTED],
