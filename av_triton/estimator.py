@@ -19,6 +19,7 @@ from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
 from av_triton.snapshot import Snapshot, SnapshotError
 
 MAX_SLOTS = 1 << 20
+CACHED_LOGITS = 1 << 18  # float32: 1 MiB
 
 
 class Coefficients(msgspec.Struct, frozen=True):
@@ -201,12 +202,13 @@ class AcceptanceEstimator:
         s, rows, count = self.state, *logits.shape[:2]
         real = (slots >= 0) & (slots < self.max_slots)
         at, columns = slots[real].long(), slice(first, first + count)
-        # A few rows at a time stay in the cache; the whole batch at once takes about twice as long.
+        # Logits that stay in the cache: a large batch at once takes about twice as long.
+        few = max(1, CACHED_LOGITS // max(1, count * logits.shape[2]))
         if temperature is None:
-            parts = [logit_max_reference(x, value or None) for x in logits.split(2)]
+            parts = [logit_max_reference(x, value or None) for x in logits.split(few)]
         else:
             t = temperature[:, None].expand(rows, count)
-            parts = [logit_max_reference(x, y) for x, y in zip(logits.split(2), t.split(2), strict=True)]
+            parts = [logit_max_reference(x, y) for x, y in zip(logits.split(few), t.split(few), strict=True)]
         f = torch.cat(parts).float()
         stratum = s.strata[at].long()
         p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
