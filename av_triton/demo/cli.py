@@ -124,7 +124,7 @@ def demo(
     draft_vocab: Annotated[int, typer.Option(min=256, help="The drafters propose token ids below this.")] = 8192,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, and is checked against plain decoding.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Nucleus of the target when sampling.")] = 0.95,
-    batch: Annotated[int, typer.Option(min=1, max=256, help="Requests decoded together.")] = 24,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Requests decoded together.")] = 32,
     k: Annotated[
         int | None, typer.Option(min=1, max=16, help="Drafts per step; by default 5 block, 4 layer-skip.")
     ] = None,
@@ -161,6 +161,8 @@ def demo(
             if depth > each.most:
                 raise typer.BadParameter(f"--k {depth}: the {each.name} drafter predicts {each.most} tokens at most")
             cost = measure_costs(model, each, batch, depth, sum(map(len, ids)) // len(ids) + max_new // 2)
+            curve = ", ".join(f"{tokens}: {ms:.0f}" for tokens, ms in cost.verify)
+            console.print(f"costs in ms: draft {cost.draft[-1][1]:.0f}; verify by tokens {curve}")
             # One draft in ten is verified here: 1 % of what is drafted would be a tenth of what is verified.
             settings = Settings(refit_interval=8, exploration=0.0025, autoregressive=each.autoregressive)
             verifier = AdaptiveVerifier(batch, depth, device, cost=cost, settings=settings)

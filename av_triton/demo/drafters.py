@@ -154,7 +154,7 @@ class BlockDrafter(Drafter):
 
     def cache(self, target: Cache) -> Cache:
         _, slots, _, length, _ = target.keys.shape
-        return Cache(len(self.layers), slots, self.heads, length, self.head_dim, self.model.device)
+        return Cache(len(self.layers), slots, self.heads, length, self.head_dim, device=self.model.device)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.norm_eps)

@@ -64,13 +64,21 @@ class Rope:
 
 
 class Cache:
-    """Keys and values, fp32 [layers, slots, kv_heads, length, head_dim]."""
+    """Keys and values, fp32 [layers, slots, kv_heads, length, head_dim]; `group` query heads share each kv head."""
 
     def __init__(
-        self, layers: int, slots: int, kv_heads: int, length: int, head_dim: int, device: torch.device | str = "cpu"
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        length: int,
+        head_dim: int,
+        group: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.keys = torch.zeros(layers, slots, kv_heads, length, head_dim, device=device)
         self.values = torch.zeros_like(self.keys)
+        self.group = group
 
 
 class TokenList:
@@ -94,26 +102,23 @@ class TokenList:
             self.requests.append((count, cache.keys[seen], cache.values[seen], self._mask(start, count)))
 
     def _mask(self, start: int, count: int) -> Tensor | None:
-        """Additive mask fp32 [count, start + count]; None where every token sees everything."""
+        """Additive mask fp32 [count * group, start + count]; None where every token sees everything."""
         if self.block or count == 1:
             return None
         mask = self.cache.keys.new_full((count, start + count), float("-inf"))
-        return mask.triu_(start + 1)
+        return mask.triu_(start + 1).repeat_interleave(self.cache.group, 0)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
         """Stores key, value [N, kv_heads, D] and attends with query [N, heads, D] -> [N, heads * D]."""
         self.cache.keys[layer][self.slots, :, self.positions] = key
         self.cache.values[layer][self.slots, :, self.positions] = value
-        (n, heads, dim), kv_heads = query.shape, key.shape[1]
-        group = heads // kv_heads
+        (n, heads, dim), kv_heads, group = query.shape, key.shape[1], self.cache.group
         # Heads that share keys become rows of one query.
         query = query.view(n, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, n * group, dim)
         parts = query.split([count * group for count, *_ in self.requests], 2)
         out = torch.cat(
             [
-                F.scaled_dot_product_attention(
-                    part, keys[layer], values[layer], None if mask is None else mask.repeat_interleave(group, 0)
-                )
+                F.scaled_dot_product_attention(part, keys[layer], values[layer], mask)
                 for part, (_, keys, values, mask) in zip(parts, self.requests, strict=True)
             ],
             2,
@@ -156,7 +161,8 @@ class Model:
             )
 
     def cache(self, slots: int, length: int) -> Cache:
-        return Cache(self.shape.layers, slots, self.shape.kv_heads, length, self.shape.head_dim, self.device)
+        s = self.shape
+        return Cache(s.layers, slots, s.kv_heads, length, s.head_dim, s.heads // s.kv_heads, self.device)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
