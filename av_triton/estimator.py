@@ -149,34 +149,34 @@ class AcceptanceEstimator:
         """Acceptance probability of every draft, from the logits that it was drawn from.
 
         Args:
-            logits: [B, K, V], or [B, V] at draft position `position` (0-based); float32, bfloat16 or float16,
-                vocabulary contiguous.
+            logits: [B, k, V] of the first k <= K positions, or [B, V] at draft position `position` (0-based); float32,
+                bfloat16 or float16, vocabulary contiguous.
             slots: int32 or int64 [B].
             temperature: the *drafter's* temperature: None (1), a number, or float32 [B]; 0 (argmax drafts) counts as 1.
 
         Returns:
-            float32 [B, K] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
+            float32 [B, k] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
         """
         rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
         check_logits(logits, MAX_VOCAB)
         K = self.num_draft_positions
-        want = (rows, K) if position is None else (rows,)
-        if tuple(logits.shape[:-1]) != want:
-            raise ValueError(
-                f"logits have shape {tuple(logits.shape)}: give {(*want, 'V')} for {rows} slots"
-                + ("" if position is None else f" at position {position}")
-            )
+        if position is None:
+            want, fits = f"[{rows}, 1 to {K}, V]", logits.dim() == 3 and 1 <= logits.shape[1] <= K
+        else:
+            want, fits = f"[{rows}, V] at position {position}", logits.dim() == 2
+        if not fits or logits.shape[0] != rows:
+            raise ValueError(f"logits have shape {tuple(logits.shape)}: give {want} for {rows} slots")
         if position is not None and not 0 <= position < K:
             raise ValueError(f"position = {position}: draft positions are 0 to {K - 1}")
         if logits.device != self.device:
             raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
         pointer, value = temperature_argument(temperature, (rows,), self.device)
-        first, count = (0, K) if position is None else (position, 1)
+        first, count = (0, logits.shape[1]) if position is None else (position, 1)
         if not use_triton(self.device):
             self._score_torch(logits.reshape(rows, count, logits.shape[-1]), slots, first, pointer, value)
         elif rows:
             self._launch_score(logits, slots, first, count, pointer, value)
-        return self._row_scores[:rows, :K] if position is None else self._row_scores[:rows, position]
+        return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
 
     def _launch_score(
         self,

@@ -13,6 +13,9 @@ from av_triton.ops.segmented_topk import PPM, check_segments, tile
 from av_triton.ops.select import UNKNOWN, VERIFY_ALL, PlanOutput, PlanState, select
 from av_triton.settings import MAX_ROWS, Settings
 
+# A drafter that pays per position drafts to full depth for the whole batch when one row explores: many rows share it.
+EXPLORE_EVERY = 32
+
 
 class Plan(NamedTuple):
     """What to verify in this step: views of buffers that the next `plan()` overwrites. B rows, S segments.
@@ -24,7 +27,7 @@ class Plan(NamedTuple):
     cu_verify: torch.Tensor  # int32 [B + 1], prefix sums of admitted + 1 (the bonus row); padding rows count 0
     budget: torch.Tensor  # int32 [S], drafts granted to each segment
     proposal: torch.Tensor  # int32 [S], the budget proposed for later steps; in pinned host memory on CUDA
-    draft_depth: torch.Tensor  # int32 [1], positions worth drafting in the next step (autoregressive drafters)
+    draft_depth: torch.Tensor  # int32 [1], positions worth drafting next, 0 to K (drafters that pay per position)
 
 
 class VerifyPlanner:
@@ -90,6 +93,7 @@ class VerifyPlanner:
         self._options = BudgetOptions(
             cap=NO_CAP if c.max_verify_tokens is None else c.max_verify_tokens,
             ppm=round(c.exploration * PPM),
+            every=EXPLORE_EVERY if c.autoregressive else 1,
             gain_ppm=round(c.minimum_gain * PPM),
             autoregressive=c.autoregressive,
             lookahead=c.policy == "lookahead",
@@ -178,7 +182,7 @@ class VerifyPlanner:
         select(
             self.state, self._out, scores, slots, drafts, segments, count,
             self._out.proposal[:count] if budget is None else budget, own, non_draft_tokens, self._options.cap,
-            self.num_draft_positions, self._options.ppm, self._tile,
+            self.num_draft_positions, self._options.ppm, self._options.every, self._tile,
         )  # fmt: skip
         if adaptive and not inline:
             self._propose(scores, slots, drafts, segments, count, non_draft_tokens, later=True)

@@ -37,7 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         lag: steps between a proposal and the step that uses it (0: the device uses its own; 2: overlapped runtimes).
         minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
         max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
-        autoregressive: the drafter pays per position, so `Plan.draft_depth` weighs drafting cost against acceptance.
+        autoregressive: the drafter pays per position, so `Plan.draft_depth` weighs drafting cost against acceptance; 0
+            where no draft pays. Exploration is then concentrated on every 32nd step, for which all rows draft deep.
     """
 
     refit_interval: int = 32

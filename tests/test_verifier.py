@@ -181,6 +181,16 @@ def test_scores_by_position_are_those_of_the_whole(backend, rng):
     assert torch.equal(whole.estimator.state.scores, each.estimator.state.scores)
 
 
+def test_a_block_that_was_cut_short_scores_its_positions_only(backend, rng):
+    x, slots = peaked(rng, 4), ints(1, 0, -1, 9)
+    whole, short = make(), make()
+    p = whole.score(x, slots).clone()
+    assert torch.equal(short.score(x[:, :2], slots), p[:, :2])
+    assert torch.equal(short.estimator.state.scores[:, :2], whole.estimator.state.scores[:, :2])
+    assert (short.estimator.state.scores[:, 2:] == -1).all()
+    assert short.plan(slots, drafts=ints(2, 2, 2, 2)).admitted.tolist() == [2, 2, 0, 2]
+
+
 def test_strata_have_coefficients_of_their_own(backend, rng):
     verifier = make(Settings(initial_slopes=(0.0, 2.0), initial_intercept=0.0))
     verifier.reset(ints(0, 1, 2), ints(0, 1, 0))
@@ -380,6 +390,42 @@ def test_exploration_is_one_percent_of_any_batch_and_reaches_every_row():
         assert len(rows) == requests, requests
 
 
+def test_a_drafter_that_pays_per_position_explores_every_32nd_step_with_its_whole_share():
+    for requests in (1, 7, 64, 200):
+        rows, counted = set(), 0
+        for step in range(64_000):
+            count, start = explored_rows_reference(step, requests, 10_000, 32)
+            assert count <= (requests if step % 32 == 0 else 0)
+            counted += count
+            rows |= {(start + i) % requests for i in range(count)}
+        assert abs(counted - 64_000 * requests * 0.01) < 32
+        assert len(rows) == requests, requests
+
+
+def test_a_drafter_of_which_nothing_pays_stops_drafting_and_comes_back(backend):
+    """Depth 0 leaves no scores to plan from: exploration has to bring them."""
+    settings = Settings(exploration=0.05, refit_interval=4, autoregressive=True, strata=("all",), initial_slopes=(1.0,))
+    cost = CostTable(draft=[(1, 1.0), (4, 1.0)], verify=[(1, 4.0), (24, 12.0)])
+    verifier = make(settings, cost=cost, slots=4)
+    slots, depth, depths, explored = ints(0, 1, 2, 3), K, [], []
+    rng = np.random.default_rng(0)
+    for step in range(76):
+        q_max, p = (0.55, 0.1) if step < 40 else (0.97, 0.97)
+        for k in range(depth):
+            verifier.score(odds(q_max)[:, k], slots, position=k)
+        plan = verifier.plan(slots, torch.full((4,), depth, dtype=torch.int32))
+        accepted = [int((rng.random(n) < p).cumprod().sum()) for n in plan.admitted.tolist()]
+        depths.append(depth)
+        explored.append(verifier.status().explored)
+        depth = int(plan.draft_depth)
+        verifier.observe(slots, ints(*accepted))
+    assert depths[20:32] == [0] * 12
+    assert depths[32] == depths[64] == K, "the steps that explore draft to full depth"
+    assert [b - a for a, b in itertools.pairwise(explored)][31:64:32] == [4, 4]
+    assert depths[33:64] == [0] * 31
+    assert min(depths[-8:]) > 0
+
+
 def test_exploration_can_be_turned_off():
     verifier = make(Settings(exploration=0.0, policy="fixed", fixed_budget=0))
     for _ in range(8):
@@ -450,7 +496,7 @@ def test_draft_depth_follows_acceptance():
             depths[p] = int(verifier.plan(ints(0, 1, 2, 3)).draft_depth[0])
             verifier.observe(ints(0, 1, 2, 3), ints(-1, -1, -1, -1))
         s = np.cumprod([p] * K)
-        wanted = 1 + int(np.argmax([(1 + s[:d].sum()) / (2 * d + 10 + 4 * d / 255) for d in range(1, K + 1)]))
+        wanted = int(np.argmax([(1 + s[:d].sum()) / (2 * d + 10 + 4 * d / 255) for d in range(K + 1)]))
         assert depths[p] == wanted
     assert depths[0.55] < depths[0.999] == K
 

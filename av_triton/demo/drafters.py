@@ -29,7 +29,6 @@ class Drafter(ABC):
     """Proposes tokens for requests with `lengths` verified tokens in the cache and a next token `pending`."""
 
     name: str
-    autoregressive: bool
     positions: int
     """Drafts per step by default, and `most` at most."""
     most: int = 16
@@ -56,8 +55,7 @@ class LayerSkipDrafter(Drafter):
     writes for its own drafts are overwritten by the target's at verification."""
 
     name = "layer-skip"
-    autoregressive = True
-    positions = 4
+    positions = 3
 
     def __init__(self, model: Model, head: Linear, layers: Sequence[int] = LAYER_SKIP) -> None:
         self.model, self.head, self.layers = model, head, layers
@@ -102,8 +100,7 @@ class BlockDrafter(Drafter):
     """
 
     name = "block"
-    autoregressive = False
-    positions = 5
+    positions = 3
 
     def __init__(
         self, model: Model, head: Linear, weights: dict[str, Tensor], config: dict[str, Any], max_length: int

@@ -86,8 +86,8 @@ class Arm:
     The queue never runs dry, as in serving: after the last prompt the first ones come again, so that every step is one
     of a full batch. The arm has finished when every prompt has been decoded once.
 
-    drafter None: plain decoding. verifier None: `depth` drafts per request, of which `admit` are verified. With a
-    verifier: `depth` drafts at most, of which the plan says how many.
+    drafter None: plain decoding. verifier None: `depth` drafts per request, all verified. With a verifier: `depth`
+    drafts at most; the plan says how many to verify, and how many to draft in the next step.
     """
 
     def __init__(
@@ -101,12 +101,11 @@ class Arm:
         *,
         drafter: Drafter | None = None,
         depth: int = 0,
-        admit: int = 0,
         verifier: AdaptiveVerifier | None = None,
     ) -> None:
         self.name, self.model, self.prompts, self.sampler = name, model, prompts, sampler
         self.max_new = max_new
-        self.drafter, self.depth, self.admit, self.verifier = drafter, depth, admit, verifier
+        self.drafter, self.depth, self.verifier = drafter, depth, verifier
         self.next_depth = depth
         self.cache = model.cache(batch, prompts.longest + max_new + depth)
         self.draft_cache = drafter.cache(self.cache) if drafter else None
@@ -204,9 +203,9 @@ class Arm:
         """How many drafts of each row to verify, int64 [B]."""
         rows, depth = drafts.shape
         if self.verifier is None:
-            return torch.full_like(slots, min(self.admit, depth))
+            return torch.full_like(slots, depth)
         plan = self.verifier.plan(slots, torch.full((rows,), depth, dtype=torch.int32, device=slots.device))
-        if self.drafter and self.drafter.autoregressive:
+        if self.verifier.settings.autoregressive:
             self.next_depth = int(plan.draft_depth)
         admitted = plan.admitted.long()
         self._lap("control")

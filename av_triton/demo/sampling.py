@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from av_triton.ops.logit_max import argmax
+
 
 class Sampler:
     """One temperature for drafter and target, nucleus on the target only; temperature 0 is greedy."""
@@ -18,7 +20,7 @@ class Sampler:
     def draw(self, logits: Tensor) -> Tensor:
         """Draft logits [..., V] -> tokens int64 [...]."""
         if not self.temperature:
-            return logits.argmax(-1)
+            return argmax(logits)
         q = torch.softmax(logits / self.temperature, -1)
         return self._pick(q.view(-1, q.shape[-1])).view(q.shape[:-1])
 
@@ -34,7 +36,7 @@ class Sampler:
         live = steps < admitted[:, None]
         at = (offsets[:-1, None] + steps).clamp(max=len(logits) - 1)
         if not self.temperature:
-            best = logits.argmax(-1)
+            best = argmax(logits)
             accepted = (live & (drafts == best[at])).cumprod(1).sum(1)
             return accepted, best[offsets[:-1] + accepted]
         p = nucleus(logits / self.temperature, self.top_p)

@@ -166,7 +166,7 @@ def budget_kernel(
     draft_cost, verify_cost, cost_stride, padded, num_costs, cap, rows, num_slots, K, ppm, shift, gain_ppm,
     counters, ranked, tickets, proposal, bypass, depth_out,
     P: tl.constexpr, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, AGAINST: tl.constexpr,
-    AUTOREGRESSIVE: tl.constexpr, LOOKAHEAD: tl.constexpr, NEXT: tl.constexpr,
+    AUTOREGRESSIVE: tl.constexpr, LOOKAHEAD: tl.constexpr, NEXT: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments, ceil(rows * K / RANK)). `values` are survivals by slot (or by row, slots None); with LOOKAHEAD
     scores by slot. NEXT: the proposal is for a later step, so an autoregressive drafter is not bound by today's depth.
@@ -187,7 +187,7 @@ def budget_kernel(
         if NEXT:
             now += shift
         size = tl.sum(counted.to(tl.int32), 0)
-        number, start = explored_rows(now, size, ppm)
+        number, start = explored_rows(now, size, ppm, EVERY)
         window = counted & (place >= start) & (place < start + number)
         explored_from = tl.min(tl.where(window, at, _NO_CAP), 0)
         explored_to = tl.max(tl.where(window, at, -1), 0)
@@ -254,10 +254,10 @@ def budget_kernel(
                 base, n, accepted, tokens, now_ms, verify, num_costs, limit, K, AUTOREGRESSIVE, C
             )
             if AUTOREGRESSIVE:
-                best_depth = 1
+                best_depth = 0
                 deep_choice = 0
                 deep_best = tl.full([], -1.0, tl.float64)
-                for d in range(1, K + 1):
+                for d in range(K + 1):
                     most = tl.minimum(requests * d, room)
                     at, ratio, _end = _scan(
                         base, n, accepted, tokens, draft_ms * d / K, verify, num_costs, most, d, False, C
@@ -278,8 +278,12 @@ def budget_kernel(
             choice = tl.where(unknown, limit, choice)
             best_depth = tl.where(unknown, K, best_depth)
         if counters is not None:
-            count, _start = explored_rows(tl.load(counters + 1) + shift, requests, ppm)
+            step = tl.load(counters + 1) + shift
+            count, _start = explored_rows(step, requests, ppm, EVERY)
             choice = tl.maximum(choice, tl.minimum(count * K, limit.to(tl.int64)).to(tl.int32))
+            # The depth is for the next drafting, which is the proposal's own step only if that is still to come.
+            if not NEXT:
+                count, _start = explored_rows(step + 1, requests, ppm, EVERY)
             best_depth = tl.where(count > 0, K, best_depth)
             tl.atomic_add(counters + 3, tl.cast(state, tl.int64), sem="relaxed")
         if padded is not None:
@@ -297,6 +301,7 @@ class BudgetOptions(NamedTuple):
 
     cap: int = NO_CAP
     ppm: int = 0
+    every: int = 1
     gain_ppm: int = 0
     autoregressive: bool = False
     lookahead: bool = False
@@ -403,7 +408,8 @@ def propose(
         costs.draft, costs.verify, 0, costs.padded, costs.verify.shape[0], options.cap, rows, scores.shape[0],
         positions, options.ppm, shift, options.gain_ppm, state.counters, ranked, tickets,
         out.proposal, out.bypass, out.depth, P=P, R=R, C=512, RANK=ranked_here, AGAINST=AGAINST,
-        AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later, num_warps=8,
+        AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later,
+        EVERY=options.every, num_warps=8,
     )  # fmt: skip
 
 
@@ -438,7 +444,7 @@ def _propose_torch(
         if options.lookahead:
             p = scores[at, :positions]
             now = step if later else int(state.counters[STEPS])
-            number, start = explored_rows_reference(now, requests, options.ppm)
+            number, start = explored_rows_reference(now, requests, options.ppm, options.every)
             place = torch.arange(requests, device=slots.device)
             first_of_all = ((place - start) % max(requests, 1) < number) | (drafted & (p < 0)).any(1)
             s = torch.where(first_of_all[:, None], 1.0, survival_reference(p))
@@ -468,21 +474,23 @@ def _propose_torch(
             choice, best, at_limit = _best(own, accepted, now_ms + verify, limit)
             if options.autoregressive:
                 found = []
-                for d in range(1, positions + 1):
+                for d in range(positions + 1):
                     cost = draft_ms * d / positions + verify
                     found.append(_best(q[position < d], accepted, cost, min(requests * d, room)))
                 ratios = [ratio for _, ratio, _ in found]
-                best_depth = ratios.index(max(ratios)) + 1
+                best_depth = ratios.index(max(ratios))
                 if later:
-                    choice, limit = found[best_depth - 1][0], min(requests * best_depth, room)
+                    choice, limit = found[best_depth][0], min(requests * best_depth, room)
             threshold = options.gain_ppm / 1e6 * (HYSTERESIS if int(out.bypass[seg]) else 1.0)
             bypassed = int(at_limit > 0 and best / at_limit - 1.0 < threshold)
             choice = limit if bypassed else choice
         if float(state.mean[0]) < 0:
             choice, best_depth = limit, positions
-        count, _ = explored_rows_reference(step, requests, options.ppm)
+        count, _ = explored_rows_reference(step, requests, options.ppm, options.every)
         choice = max(choice, min(count * positions, limit))
-        best_depth = positions if count else best_depth
+        # The depth is for the next drafting, which is the proposal's own step only if that is still to come.
+        upcoming, _ = explored_rows_reference(step if later else step + 1, requests, options.ppm, options.every)
+        best_depth = positions if upcoming else best_depth
         size = int(costs.padded[min(tokens + choice, last_token)])
         out.proposal[seg] = min(max(size - tokens, choice), limit)
         out.depth[seg], out.bypass[seg] = best_depth, bypassed
@@ -511,10 +519,11 @@ def _choose_budget(
     budget_kernel[(count, max(1, triton.cdiv(rows * positions, ranked_here)))](
         torch.nn.functional.pad(survival, (0, P - positions)), None, drafts, segments, None, sampling_requests, None, 0,
         None, cost, cost.shape[-1] if cost.dim() == 2 else 0, None, cost.shape[-1], NO_CAP if limit is None else limit,
-        rows, rows, positions, 0, 0, 0, None, torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
+        rows, rows, positions, 0, 0, 0, None,
+        torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
         torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=512,
         RANK=ranked_here, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False,
-        num_warps=8,
+        EVERY=1, num_warps=8,
     )  # fmt: skip
     return budget
 

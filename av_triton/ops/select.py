@@ -105,6 +105,7 @@ def select_kernel(
     budget_out,
     P: tl.constexpr,
     R: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     """Grid (segments,). The last program to finish turns the rows' lengths into prefix sums and closes the step."""
     seg = tl.program_id(0)
@@ -123,7 +124,7 @@ def select_kernel(
 
     step = tl.load(counters + 1)
     requests = tl.sum(real.to(tl.int32), 0)
-    count, start = explored_rows(step, requests, ppm)
+    count, start = explored_rows(step, requests, ppm, EVERY)
     ahead = tl.cumsum(real.to(tl.int32), 0).to(tl.int64) - 1 - start
     explored = real & (tl.where(ahead < 0, ahead + requests, ahead) < count)
 
@@ -206,6 +207,7 @@ def select(
     cap: int,
     positions: int,
     ppm: int,
+    every: int,
     tile: tuple[int, int, int],
 ) -> None:
     """Writes `out.admitted`, `out.cu_verify` and `out.budget` and updates `state` (see the module's formulas).
@@ -217,11 +219,11 @@ def select(
         own: the budget is the planner's own, so a segment without a scored row is verified in full.
         non_draft: tokens of the step that are not drafts: one number, int32 [S], or None for one per real row.
         cap: most drafts and non-draft tokens of a segment, whatever the budget.
-        ppm: explored share of the drafts in millionths.
+        ppm, every: explored share of the drafts in millionths, taken at the steps that are multiples of `every`.
         tile: (P, R, warps) as `segmented_topk.tile` gives it.
     """
     if not use_triton(scores.device):
-        _select_torch(state, out, scores, slots, drafts, segments, budget, own, non_draft, cap, positions, ppm)
+        _select_torch(state, out, scores, slots, drafts, segments, budget, own, non_draft, cap, positions, ppm, every)
         return
     P, R, warps = tile
     on_device, tokens_on_device = isinstance(budget, torch.Tensor), isinstance(non_draft, torch.Tensor)
@@ -230,14 +232,15 @@ def select(
         non_draft if tokens_on_device else None, -1 if tokens_on_device or non_draft is None else non_draft, cap,
         slots.shape[0], scores.shape[0], positions, ppm,
         state.survival, state.admitted, state.drafts, state.mean, state.sums, state.counters,
-        out.admitted, out.cu_verify, out.budget, P=P, R=R, num_warps=warps,
+        out.admitted, out.cu_verify, out.budget, P=P, R=R, EVERY=every, num_warps=warps,
     )  # fmt: skip
 
 
-def explored_rows_reference(step: int, requests: int, ppm: int) -> tuple[int, int]:
+def explored_rows_reference(step: int, requests: int, ppm: int, every: int = 1) -> tuple[int, int]:
     """`explored_rows` on the host: (how many, from which)."""
-    count = (step + 1) * requests * ppm // 1_000_000 - step * requests * ppm // 1_000_000
-    return count, step * 2654435761 % 4294967296 * requests >> 32
+    share, turn = requests * ppm * every, step // every
+    count = 0 if step % every else (turn + 1) * share // 1_000_000 - turn * share // 1_000_000
+    return min(count, requests), step * 2654435761 % 4294967296 * requests >> 32
 
 
 def _select_torch(
@@ -253,6 +256,7 @@ def _select_torch(
     cap: int,
     positions: int,
     ppm: int,
+    every: int,
 ) -> None:
     rows, device = slots.shape[0], scores.device
     offsets = segment_offsets(segments, rows)
@@ -286,7 +290,7 @@ def _select_torch(
     for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         rank = torch.cumsum(real[first:last].long(), 0) - 1
         requests = int(real[first:last].sum())
-        count, start = explored_rows_reference(step, requests, ppm)
+        count, start = explored_rows_reference(step, requests, ppm, every)
         explored = real[first:last] & ((rank - start) % max(requests, 1) < count)
         key = torch.where((explored | unscored[first:last])[:, None], 2.0, s[first:last])
         part = depth[first:last]

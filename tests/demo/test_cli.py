@@ -43,7 +43,7 @@ def test_prompt_files(tmp_path):
 
 
 def test_shipped_prompts():
-    assert len(cli.read_prompts(cli.shipped("prompts", "prompts.jsonl"))) == 48
+    assert len(cli.read_prompts(cli.shipped("prompts", "prompts.jsonl"))) == 96
     assert "MIT" in cli.shipped("prompts", "README.md").read_text()
 
 

@@ -17,8 +17,8 @@ def make_arm(model, filled, name, batch=3, max_new=20, temperature=0.0, top_p=1.
     return engine.Arm(name, model, filled, Sampler(temperature, top_p, seed), batch, max_new, **how)
 
 
-def make_verifier(drafter, batch=3, **settings):
-    settings = {"refit_interval": 4, "autoregressive": drafter.autoregressive, **settings}
+def make_verifier(batch=3, **settings):
+    settings = {"refit_interval": 4, "autoregressive": True, **settings}
     return AdaptiveVerifier(batch, 5, cost=COST, settings=Settings(**settings))
 
 
@@ -30,9 +30,9 @@ def test_greedy_output_equals_plain_decoding(kind, vocab):
     drafter = tiny.drafter(kind, model, vocab)
     filled = tiny.prompts(model, LENGTHS, stop=5)
     plain = make_arm(model, filled, "plain")
-    arms = [make_arm(model, filled, f"fixed {n}", drafter=drafter, depth=5, admit=n) for n in range(1, 6)]
+    arms = [make_arm(model, filled, f"fixed {n}", drafter=drafter, depth=n) for n in range(1, 6)]
     for settings in ({}, {"policy": "fixed", "fixed_budget": 2}, {"policy": "lookahead"}, {"exploration": 0.5}):
-        verifier = make_verifier(drafter, **settings)
+        verifier = make_verifier(**settings)
         arms.append(make_arm(model, filled, f"adaptive {settings}", drafter=drafter, depth=5, verifier=verifier))
     engine.run([plain, *arms], 16, lambda arm, n: None)
     for output in plain.outputs[:7]:
@@ -41,9 +41,9 @@ def test_greedy_output_equals_plain_decoding(kind, vocab):
     for arm in arms:
         assert arm.outputs[:7] == plain.outputs[:7], arm.name
         assert arm.finished
-        assert arm.counts.accepted > 0
         assert arm.counts.emitted == sum(map(len, arm.outputs))
         assert engine.first_differences(model, plain, arm) == []
+    assert sum(arm.counts.accepted for arm in arms) > 0
 
 
 @torch.inference_mode()
@@ -52,7 +52,7 @@ def test_only_admitted_drafts_are_run(kind, monkeypatch):
     model = tiny.target()
     drafter = tiny.drafter(kind, model)
     filled = tiny.prompts(model, LENGTHS)
-    verifier = make_verifier(drafter, policy="fixed", fixed_budget=2)
+    verifier = make_verifier(policy="fixed", fixed_budget=2)
     arm = make_arm(model, filled, "adaptive", drafter=drafter, depth=5, verifier=verifier)
     seen = []
     forward = model.forward
@@ -78,7 +78,7 @@ def test_slots_are_reused_and_reset():
     model = tiny.target()
     drafter = tiny.drafter("layer-skip", model)
     filled = tiny.prompts(model, LENGTHS * 2)
-    verifier = make_verifier(drafter)
+    verifier = make_verifier()
     resets = []
     reset = verifier.reset
     verifier.reset = lambda slots, strata=None: (resets.append((slots.tolist(), strata.tolist())), reset(slots, strata))
@@ -95,11 +95,12 @@ def test_slots_are_reused_and_reset():
 
 
 @torch.inference_mode()
-def test_draft_depth_of_the_plan_is_followed():
+@pytest.mark.parametrize("kind", ["block", "layer-skip"])
+def test_draft_depth_of_the_plan_is_followed(kind):
     model = tiny.target()
-    drafter = tiny.drafter("layer-skip", model)
+    drafter = tiny.drafter(kind, model)
     filled = tiny.prompts(model, LENGTHS)
-    verifier = make_verifier(drafter)
+    verifier = make_verifier()
     arm = make_arm(model, filled, "adaptive", drafter=drafter, depth=5, verifier=verifier)
     depths = []
     plan = verifier.plan
@@ -142,7 +143,7 @@ def test_sampled_output_follows_the_target(kind, budget):
     requests, top_p = 3000, 0.9
     filled.ids, filled.prefilled = filled.ids * requests, filled.prefilled * requests
     settings = {} if budget is None else {"policy": "fixed", "fixed_budget": budget * 6}
-    verifier = make_verifier(drafter, batch=60, **settings)
+    verifier = make_verifier(batch=60, **settings)
     arm = make_arm(
         model,
         filled,

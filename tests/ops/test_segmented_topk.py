@@ -18,9 +18,7 @@ def brute(s, drafts, budgets, segments=None):
     offsets = [0, rows] if segments is None else segments
     admitted = [0] * rows
     for (first, last), budget in zip(itertools.pairwise(offsets), budgets, strict=True):
-        order = sorted(
-            (-s[r][k], k, r) for r in range(first, last) for k in range(min(max(drafts[r], 0), len(s[r])))
-        )
+        order = sorted((-s[r][k], k, r) for r in range(first, last) for k in range(min(max(drafts[r], 0), len(s[r]))))
         for _, _k, r in order[: max(budget, 0)]:
             admitted[r] += 1
     return admitted
