@@ -31,9 +31,9 @@ def ratio(arm: Arm, other: Arm) -> float:
 
 
 def throughput_table(title: str, plain: Arm, arms: Sequence[Arm]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     table.add_column("arm", no_wrap=True)
-    for name in ("tokens\n/s", "×\nplain", "draft\n/step", "verify\n/step", "accept\n/step", "accept\nlength"):
+    for name in ("tok\n/s", "×\nplain", "draft\n/step", "verify\n/step", "accept\n/step", "accept\nlength"):
         table.add_column(name, justify="right", no_wrap=True)
     for part in plain.counts.seconds:
         table.add_column(f"{part}\nms", justify="right", style="dim", no_wrap=True)
