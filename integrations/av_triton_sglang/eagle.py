@@ -96,7 +96,7 @@ def pack(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any,
     context, runner = step.current(), target_worker.model_runner
     width, committed = verify_input.draft_token_num, batch.seq_lens_cpu
     ids = verify_input.draft_token.view(context.rows, width)
-    plan = ragged.layout(context, ids.device)
+    plan = ragged.layout(context, ids.device, drafts=ids)
     packed = ragged.window(batch, plan, ids, runner)
     standalone = runner.spec_algorithm.is_standalone()
     locations = verify_input.kv_loc_plan

@@ -105,11 +105,11 @@ class VerifyForward:
             runner.forward(runner.prepare_dummy_forward_batch(batch))
 
 
-def measure_verify(forward: Callable[[int], None], max_tokens: int) -> CostTable:
+def measure_verify(forward: Callable[[int], None], max_tokens: int, progress: bool = True) -> CostTable:
     """A table whose draft costs are still nothing."""
     start = time.perf_counter()
     table = CostTable.measure(
-        forward, max_tokens=max_tokens, draft=lambda requests: None, max_requests=1, repeats=REPEATS
+        forward, max_tokens=max_tokens, draft=lambda requests: None, max_requests=1, repeats=REPEATS, progress=progress
     )
     logger.info(
         "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms) in %.1f s.",

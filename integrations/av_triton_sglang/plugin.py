@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from av_triton.snapshot import Snapshot
-from av_triton_sglang import costs, dflash, dspark, eagle, flag, hooks, status, supports, targets
+from av_triton_sglang import costs, dflash, dspark, eagle, flag, hooks, status, step, supports, targets
 from av_triton_sglang.hooks import AFTER, AROUND, Hook
 
 FAMILIES: Mapping[str, tuple[tuple[Hook, ...], Mapping[str, str]]] = {
@@ -23,7 +23,11 @@ FAMILIES: Mapping[str, tuple[tuple[Hook, ...], Mapping[str, str]]] = {
     "STANDALONE": (eagle.HOOKS, targets.EAGLE),
 }
 
-_STATE = next(iter(targets.COMMON))
+COMMON = (
+    Hook(targets.STATE, status.add_to_internal_state, AFTER),
+    Hook(targets.SHUTDOWN, step.save_at_shutdown, AFTER),
+)
+
 _loaded = False
 
 
@@ -93,4 +97,4 @@ def hook_family(algorithm: str) -> None:
     """Raises TargetError where the installed SGLang is another than the one the hooks were written for."""
     family, expected = FAMILIES[algorithm]
     targets.check({**targets.COMMON, **expected})
-    hooks.apply([*family, Hook(_STATE, status.add_to_internal_state, AFTER)])
+    hooks.apply([*family, *COMMON])

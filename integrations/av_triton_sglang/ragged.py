@@ -13,11 +13,14 @@ from av_triton_sglang import step
 from av_triton_sglang.step import StepContext
 
 
-def layout(context: StepContext, device: Any) -> Any:
-    """Plan the running step: a RaggedVerifyLayout in which row b has its anchor and `admitted[b]` drafts."""
+def layout(context: StepContext, device: Any, drafts: Tensor | None = None) -> Any:
+    """Plan the running step: a RaggedVerifyLayout in which row b has its anchor and `admitted[b]` drafts.
+
+    drafts: see `StepContext.plan`.
+    """
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-    lengths = (context.plan().admitted + 1).tolist()
+    lengths = (context.plan(drafts).admitted + 1).tolist()
     context.layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[sum(lengths)])
     return context.layout
 

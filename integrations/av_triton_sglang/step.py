@@ -17,6 +17,7 @@ from torch import Tensor
 from av_triton import AdaptiveVerifier, CostTable, Plan
 from av_triton_sglang import costs, measure, metrics
 from av_triton_sglang.flag import Launch
+from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.status import Reporter
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,10 @@ def changes_target(request: Any) -> bool:
 
 
 class StepContext:
-    """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch."""
+    """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch.
+
+    Every rank has one, and calls it alike; files, logs and metrics are rank 0's.
+    """
 
     def __init__(
         self,
@@ -56,11 +60,13 @@ class StepContext:
         num_slots: int,
         max_rows: int,
         device: str,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = launch.config
+        self.ranks = ranks or Ranks()
         self.algorithm = launch.algorithm
         self.num_draft_positions = num_draft_positions
-        cost, self.cost_source = costs.load(self.config, arguments)
+        cost, self.cost_source = self.ranks.share_object(costs.load(self.config, arguments))
         self._wants_cost = cost is None and self.config.settings.policy != "fixed"
         with warnings.catch_warnings():
             # Of a missing table, which is measured before anything is trimmed; of a flat one the log tells.
@@ -70,6 +76,7 @@ class StepContext:
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
+        self.ranks.share(self.verifier.estimator.state.slopes, self.verifier.estimator.state.intercepts)
         with self.verifier.device:
             self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
             self._teach = torch.ones(num_slots, dtype=torch.bool)
@@ -81,7 +88,9 @@ class StepContext:
         self._cache = measure.cache_file(self.config, arguments, device)
         self._clock: measure.DraftClock | None = None
         self._verify_costs: CostTable | None = None
-        self._reporter = Reporter(self, metrics.build(arguments, str(launch.algorithm)))
+        self._reporter = Reporter(
+            self, metrics.build(arguments, str(launch.algorithm)) if self.ranks.is_first else None
+        )
 
     def reset(self, slots: Tensor, requests: list[Any]) -> None:
         """The requests of a prefill batch begin (or go on being prefilled) in `slots`."""
@@ -122,10 +131,20 @@ class StepContext:
             slots = self.slots(logits.shape[0], first)
         self.verifier.score(logits, slots, position, temperature)
 
-    def plan(self) -> Plan:
+    def plan(self, drafts: Tensor | None = None) -> Plan:
+        """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's."""
         if self._clock is not None:
             self._clock.stop()
+        self._agree(drafts)
         return self.verifier.plan(self.slots(self.rows), budget=self._budget())
+
+    def _agree(self, drafts: Tensor | None) -> None:
+        if self.ranks.alone:
+            return
+        state, slots = self.verifier.estimator.state, self.slots(self.rows)
+        features, scores = state.features[slots], state.scores[slots]
+        self.ranks.share(*([] if drafts is None else [drafts]), features, scores)
+        state.features[slots], state.scores[slots] = features, scores
 
     def _budget(self) -> int | None:
         """What the host puts in force; None: the device decides, from earlier scores.
@@ -148,11 +167,17 @@ class StepContext:
         if self._clock is not None:
             self._clock.stop()
             self._time_drafting(self._clock)
+        if not self.ranks.is_first:
+            return
         if self.config.log_interval and self._steps % self.config.log_interval == 0:
             self._reporter.report()
-        path = self.config.coefficients
-        if path and self.config.save_interval and self._steps % self.config.save_interval == 0:
-            self.verifier.save(path)
+        if self.config.save_interval and self._steps % self.config.save_interval == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write the coefficients, where the configuration names a file for them."""
+        if self.config.coefficients and self.ranks.is_first:
+            self.verifier.save(self.config.coefficients)
 
     def measure_costs(self, target_runner: Any, hidden_states: bool) -> None:
         """At start-up, where no cost table was given: from the cache, or by timing the target's verify forward.
@@ -161,25 +186,33 @@ class StepContext:
         """
         if not self._wants_cost:
             return
-        if self._cache.exists():
-            try:
-                self._put_in_force(CostTable.load(self._cache), f"{self._cache} (measured before)")
-                return
-            except ValueError as error:
-                logger.warning("Adaptive verification: %s; measuring the step costs again.", error)
+        cached = self.ranks.share_object(self._cached_costs())
+        if cached is not None:
+            self._put_in_force(cached, f"{self._cache} (measured before)")
+            return
         width = self.num_draft_positions + 1
         forward = measure.VerifyForward(target_runner, width, hidden_states)
-        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0] * width)
+        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0] * width, self.ranks.is_first)
         self._clock = measure.DraftClock(self.verifier.device)
+
+    def _cached_costs(self) -> CostTable | None:
+        if self._cache.exists():
+            try:
+                return CostTable.load(self._cache)
+            except ValueError as error:
+                logger.warning("Adaptive verification: %s; measuring the step costs again.", error)
+        return None
 
     def _time_drafting(self, clock: measure.DraftClock) -> None:
         milliseconds = clock.end_step()
         if milliseconds is None or self._verify_costs is None:
             return
-        table = msgspec.structs.replace(self._verify_costs, draft=[(1, milliseconds)])
+        own = msgspec.structs.replace(self._verify_costs, draft=[(1, milliseconds)])
         self._clock = self._verify_costs = None
-        self._cache.parent.mkdir(parents=True, exist_ok=True)
-        table.save(self._cache)
+        table: CostTable = self.ranks.share_object(own)
+        if self.ranks.is_first:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            table.save(self._cache)
         self._put_in_force(table, f"measured at start-up, kept in {self._cache}")
 
     def _put_in_force(self, table: CostTable, source: str) -> None:
@@ -207,6 +240,8 @@ def exists() -> bool:
 
 def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int) -> StepContext:
     """Make the step context of this process's worker, once its request pool is there."""
+    from sglang.srt.runtime_context import get_parallel
+
     global _current
     pool = model_runner.req_to_token_pool.req_to_token
     _current = StepContext(
@@ -216,6 +251,7 @@ def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions
         num_slots=pool.shape[0],
         max_rows=min(pool.shape[0], model_runner.max_running_requests),
         device=model_runner.device,
+        ranks=Ranks(get_parallel().tp_group),
     )
     status = _current.verifier.status()
     logger.info(
@@ -245,6 +281,12 @@ def forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, *
         result.block_accept_lens = result.accept_lens + _current.trimmed
     _current.end()
     return result
+
+
+def save_at_shutdown(result: None, scheduler: Any, request: Any) -> None:
+    """A hook after the scheduler's `handle_shutdown`."""
+    if _current is not None:
+        _current.save()
 
 
 def measure_costs(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,10 +13,12 @@ VERIFIED = ("0.5.23",)
 
 _DSPARK = "sglang.srt.speculative.dspark_components."
 
+STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
+SHUTDOWN = "sglang.srt.managers.scheduler.Scheduler.handle_shutdown"
+
 COMMON: Mapping[str, str] = {
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state": (
-        "self, recv_req"
-    ),
+    STATE: "self, recv_req",
+    SHUTDOWN: "self, recv_req",
     "sglang.srt.managers.overlap_utils.decide_needs_confidence_relay": "",
 }
 

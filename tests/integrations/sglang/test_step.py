@@ -131,7 +131,7 @@ def test_a_position_scored_after_the_verdicts_waits_for_the_next_step(tmp_path: 
 def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     each = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
     verify = CostTable(draft=[(1, 1e-6)], verify=[(1, 2.0), (40, 80.0)])
-    monkeypatch.setattr(measure, "measure_verify", lambda forward, tokens: verify)
+    monkeypatch.setattr(measure, "measure_verify", lambda forward, tokens, progress: verify)
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(SLOTS, 2048)))
     assert each.verifier.status().reason.startswith("no cost table")
     each.measure_costs(runner, hidden_states=True)

@@ -74,7 +74,7 @@ REFUSED = [
         },
         "CUDA graphs (full) for decoding: ",
     ),
-    ("tp", {"tp_size": 2}, "--tp 2: admitted lengths are not broadcast"),
+    ("tp", {"tp_size": 2, "speculative_algorithm": "DFLASH"}, "--tp 2: its draft head is split over the ranks"),
     ("dp", {"dp_size": 2}, "--dp 2: "),
     ("attn_dp", {"attn_dp_size": 2}, "--attn-dp-size 2: "),
     ("attn_cp", {"attn_cp_size": 2}, "--attn-cp-size 2: "),
@@ -130,8 +130,8 @@ def test_no_drafter() -> None:
 
 def test_all_reasons_are_listed_at_once() -> None:
     with pytest.raises(UnsupportedError) as error:
-        supports.check(arguments(tp_size=2, enable_lora=True), CONFIG)
-    assert "\n  - --tp 2: " in str(error.value)
+        supports.check(arguments(dp_size=2, enable_lora=True), CONFIG)
+    assert "\n  - --dp 2: " in str(error.value)
     assert "\n  - --enable-lora: " in str(error.value)
 
 

@@ -44,6 +44,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "OMP_NUM_THREADS": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # one entry for each of two ranks; nothing is bound
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
         "SGLANG_DISABLED_MODEL_ARCHS": unused_models(),

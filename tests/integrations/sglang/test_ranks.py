@@ -1,0 +1,46 @@
+"""Two tensor-parallel ranks over gloo decide alike, whatever the timing of each and the last bits of its logits."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.sglang import runs
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+from tests.integrations.sglang.runs import FAMILIES, engine, plain_engine
+
+pytestmark = pytest.mark.sglang
+
+JOB = "tests.integrations.sglang.cpu_engine.ranks:generate_on_ranks"
+
+
+def workload(steps: int) -> dict[str, Any]:
+    """Requests of 8 to 60 tokens that join and leave a batch of four for about `steps` decode steps."""
+    pick = random.Random(0)
+    prompts, sampling = [], []
+    for _ in range(steps // 4):
+        prompts.append([pick.randrange(3, 512) for _ in range(pick.choice((2, 5, 20)))])
+        sampling.append({"temperature": 0, "max_new_tokens": pick.randrange(8, 60), "ignore_eos": True})
+    return {"prompts": prompts, "sampling": sampling}
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in ("DSPARK", "EAGLE")], ids=("DSPARK", "EAGLE"))
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_ranks_decide_alike(
+    server: ForkServer, models: Path, tmp_path: Path, family: runs.Family, noise: float, steps: int
+) -> None:
+    job = workload(steps)
+    keywords = engine(family, models, adaptive=True, settings={"refit_interval": 8}) | {"tp_size": 2}
+    result, _ = server.call(JOB, timeout=500, engine=keywords, folder=str(tmp_path), noise=noise, **job)
+    first, second = result["ranks"]
+    assert len(first) >= steps
+    for step, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert one == other, step
+    assert len({len(each["slots"]) for each in first}) > 1  # requests joined and left
+    assert len({tuple(each["slopes"]) for each in first}) > 2  # and the estimator learned
+    assert any(sum(each["admitted"]) < len(each["slots"]) * (family.width - 1) for each in first)
+    plain, _ = server.call(runs.GENERATE, engine=plain_engine(family, models) | {"tp_size": 2}, **job)
+    for got, want in zip(result["tokens"][0], plain["tokens"][0], strict=True):
+        assert got == want
