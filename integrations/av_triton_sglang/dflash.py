@@ -57,15 +57,21 @@ def draft(
     weight: Any = getattr(lm_head, "weight", None)
     if not is_dense_head_weight(weight):
         raise RuntimeError("adaptive verification needs a dense LM head for DFLASH: leave out the flag")
+    first_token = 0
     if hasattr(lm_head, "shard_indices"):
-        weight = weight[: lm_head.shard_indices.num_org_elements]
+        shard = lm_head.shard_indices
+        weight, first_token = weight[: shard.num_org_elements], int(shard.org_vocab_start_index)
     positions = context.num_draft_positions
     rows = max(chunk_size // positions, 1) * positions
     tokens = torch.empty(hidden_states.shape[0], dtype=torch.long, device=hidden_states.device)
     for start in range(0, hidden_states.shape[0], rows):
         logits = torch.matmul(hidden_states[start : start + rows].to(weight.dtype), weight.T)
-        torch.argmax(logits, dim=-1, out=tokens[start : start + rows])
-        context.score(logits.view(-1, positions, logits.shape[-1]), first=start // positions)
+        blocks = logits.view(-1, positions, logits.shape[-1])
+        if context.ranks.alone:
+            torch.argmax(logits, dim=-1, out=tokens[start : start + rows])
+            context.score(blocks, first=start // positions)
+        else:
+            tokens[start : start + rows] = context.score_shard(blocks, first_token, start // positions).view(-1)
     return tokens
 
 

@@ -29,6 +29,14 @@ class Ranks:
         for own, received in zip(flat, message.split([each.numel() for each in flat]), strict=True):
             own.copy_(received)
 
+    def gather(self, own: Tensor) -> Tensor:
+        """[ranks, ...] of every rank's tensor, in one message."""
+        if self._group is None:
+            return own[None]
+        flat = own.new_empty(self._group.world_size * own.numel())
+        self._group.all_gather_into_tensor(flat, own.contiguous().view(-1))
+        return flat.view(self._group.world_size, *own.shape)
+
     def share_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Waits for all of them: at start-up, or rarely."""
         return value if self._group is None else self._group.broadcast_object(value, src=0)

@@ -14,7 +14,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from av_triton import AdaptiveVerifier, CostTable, Plan
+from av_triton import (
+    AdaptiveVerifier,
+    CostTable,
+    Plan,
+    acceptance_score,
+    logit_max_partial,
+    merge_logit_max,
+)
+from av_triton.ops.logit_max import logit_from_partial
 from av_triton_sglang import costs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
@@ -130,6 +138,25 @@ class StepContext:
         if slots is None:
             slots = self.slots(logits.shape[0], first)
         self.verifier.score(logits, slots, position, temperature)
+
+    def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
+        """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row.
+
+        logits: [B, K, V / ranks], of the tokens from `first_token` on. Returns the drafts, int64 [B, K].
+        """
+        maximum, complement = logit_max_partial(logits)
+        token = (logits.argmax(-1) + first_token).float()  # exact: vocabularies have fewer than 2^24 tokens
+        maxima, complements, tokens = self.ranks.gather(torch.stack([maximum, complement, token])).unbind(1)
+        features = logit_from_partial(*merge_logit_max(maxima, complements))
+        slots, state, K = self.slots(logits.shape[0], first), self.verifier.estimator.state, logits.shape[1]
+        by_stratum = [
+            acceptance_score(features, slope, intercepts[:K].contiguous())
+            for slope, intercepts in zip(state.slopes, state.intercepts, strict=True)
+        ]
+        rows = torch.arange(slots.shape[0], device=slots.device)
+        state.features[slots, :K] = features
+        state.scores[slots, :K] = torch.stack(by_stratum)[state.strata[slots].long(), rows]
+        return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
 
     def plan(self, drafts: Tensor | None = None) -> Plan:
         """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's."""

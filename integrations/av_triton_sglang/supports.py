@@ -73,11 +73,6 @@ def _graphs(arguments: Any, config: Config) -> str | None:
     return None if arguments.disable_cuda_graph or backend == "disabled" else f"CUDA graphs ({backend}) for decoding"
 
 
-def _split_head(arguments: Any, config: Config) -> str | None:
-    split = arguments.speculative_algorithm == "DFLASH" and arguments.tp_size > 1
-    return f"--tp {arguments.tp_size}" if split else None
-
-
 ONE_RANK = "admitted lengths are shared within one tensor-parallel group only"
 
 RULES = (
@@ -117,7 +112,6 @@ RULES = (
         "drafting and ragged verification inside CUDA graphs is not built yet",
         "add --disable-cuda-graph",
     ),
-    Rule("tp", _split_head, "its draft head is split over the ranks, and its scores are not merged yet", "use --tp 1"),
     Rule("dp", _when("dp_size", lambda n: n > 1, "--dp"), "replicas are not tested yet", "start one server each"),
     Rule("attn_dp", _when("attn_dp_size", lambda n: n > 1, "--attn-dp-size"), ONE_RANK, "leave it out"),
     Rule("attn_cp", _when("attn_cp_size", lambda n: n > 1, "--attn-cp-size"), ONE_RANK, "leave it out"),

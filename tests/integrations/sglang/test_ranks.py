@@ -25,8 +25,10 @@ def workload(steps: int) -> dict[str, Any]:
     return {"prompts": prompts, "sampling": sampling}
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-3])
-@pytest.mark.parametrize("family", [FAMILIES[name] for name in ("DSPARK", "EAGLE")], ids=("DSPARK", "EAGLE"))
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.full), 1e-3])
+@pytest.mark.parametrize(
+    "family", [FAMILIES[name] for name in ("DSPARK", "DFLASH", "EAGLE")], ids=("DSPARK", "DFLASH", "EAGLE")
+)
 @pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.full)])
 def test_ranks_decide_alike(
     server: ForkServer, models: Path, tmp_path: Path, family: runs.Family, noise: float, steps: int

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from av_triton import CostTable, Settings
+from av_triton import CostTable, Settings, logit_max_partial
 from av_triton_sglang import measure, ragged
 from av_triton_sglang.flag import Config, Launch
+from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.step import StepContext, changes_target
 
 K, SLOTS, VOCAB = 4, 8, 16
@@ -146,6 +147,36 @@ def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatc
     again = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
     again.measure_costs(runner, hidden_states=True)
     assert again.cost_source == f"{kept} (measured before)"
+
+
+class Group:
+    """Rank 0 of a group of SGLang's whose other ranks hold `others`."""
+
+    rank_in_group = 0
+
+    def __init__(self, others: list[torch.Tensor]) -> None:
+        self.world_size, self.others = len(others) + 1, others
+
+    def all_gather_into_tensor(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        out.copy_(torch.cat([own, *(each.reshape(-1) for each in self.others)]))
+
+
+def test_a_split_head_scores_as_the_whole_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    slots, logits = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4
+    whole, split = context(tmp_path), context(tmp_path)
+    for each in (whole, split):
+        each.reset(slots, [request(top_k=1), request()])
+        each.begin(slots)
+    whole.score(logits)
+    left, right = logits[..., :7], logits[..., 7:]
+    token = (right.argmax(-1) + 7).float()
+    split.ranks = Ranks(Group([torch.stack([*logit_max_partial(right.contiguous()), token])]))
+    drafts = split.score_shard(left.contiguous(), 0, first=0)
+    assert drafts.tolist() == logits.argmax(-1).tolist()
+    for name in ("features", "scores"):
+        got, want = (getattr(each.verifier.estimator.state, name) for each in (split, whole))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 def test_acceptance_is_cut_at_what_was_verified() -> None:

@@ -74,7 +74,6 @@ REFUSED = [
         },
         "CUDA graphs (full) for decoding: ",
     ),
-    ("tp", {"tp_size": 2, "speculative_algorithm": "DFLASH"}, "--tp 2: its draft head is split over the ranks"),
     ("dp", {"dp_size": 2}, "--dp 2: "),
     ("attn_dp", {"attn_dp_size": 2}, "--attn-dp-size 2: "),
     ("attn_cp", {"attn_cp_size": 2}, "--attn-cp-size 2: "),
