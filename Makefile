@@ -59,8 +59,11 @@ $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.t
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) -m "$(SELECT)" $(ARGS)
 
+# SGLang's planner is compared where `make test-sglang` has installed it.
 bench: $(VENV)/.ready-bench
-	$(BIN)/python -m pytest benchmarks $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kernels.run \
+		$(if $(wildcard $(SGLANG_VENV)/.ready),--sglang-python $(SGLANG_VENV)/bin/python) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks/kernels -q --benchmark-max-time=0.2 --benchmark-columns=median,iqr,rounds
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume
