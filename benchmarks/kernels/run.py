@@ -55,8 +55,10 @@ def show_static(out: Path, target: str) -> list[static.Static]:
         f"Compiled for {target} ({static.version()})",
         ("kernel", "size", "registers", "spills", "16 B loads", "instructions", "per logit", "program", "violations"),
         [
-            [s.report.kernel, s.name, s.report.registers, s.report.spilled, s.report.wide_loads, s.report.instructions]
-            + [cell(s.in_loop), cell(s.per_logit), "; ".join(s.violations) or "none"]
+            [
+                *(s.report.kernel, s.name, s.report.registers, s.report.spilled, s.report.wide_loads),
+                *(s.report.instructions, cell(s.in_loop), cell(s.per_logit), "; ".join(s.violations) or "none"),
+            ]
             for s in found
         ],
         out / "compiled.csv",
@@ -135,6 +137,8 @@ def draw(found: list[Comparison], file: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    if not found:
+        return "no picture: nothing was measured"
     arms: dict[str, dict[str, float]] = {}
     for c in found:
         arms.setdefault(c.ours, {})[c.shape] = c.ours_us

@@ -30,6 +30,8 @@ def test_a_right_result_gets_its_speed_up(monkeypatch, tmp_path):
     assert (status, "7.5" in (tmp_path / "host.csv").read_text()) == (0, True)
     assert "no SGLang here" in text
     assert (tmp_path / "host.png").exists()
+    (tmp_path / "host.png").unlink()
+    assert "nothing was measured" in bench(monkeypatch, tmp_path)[1]
 
 
 @pytest.mark.parametrize("where", ["on_host", "timed"])
