@@ -1,7 +1,7 @@
-"""DFLASH drafters: a block drafted by argmax in one forward.
+"""DFLASH drafters: a block drafted in one forward, by argmax or (DFlash2) by a walk over candidates.
 
-SGLang's worker drafts and verifies a fixed width. Here the features come from the logits of the head that the drafts
-are the argmax of, the verify batch is packed before the target's forward and unpacked after it, and acceptance is cut.
+SGLang's worker drafts and verifies a fixed width. Here the features come from the logits that the drafts were chosen
+by, the verify batch is packed before the target's forward and unpacked after it, and acceptance is cut.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,6 @@ def refuse(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
     for found, what in (
         (worker._is_domino, "a Domino head drafts by a recurrent rollout whose logits it does not keep"),
         (worker.lilicorr is not None, "a LiLiCorr head's drafts are not supported"),
-        (worker.selector is not None, "DFlash2's candidate selector is not supported yet"),
         (
             mambaish_config(worker.model_runner.model_config) is not None,
             "a target with linear attention is not supported: its state is committed for one verify width",
@@ -75,6 +74,22 @@ def draft(
     return tokens
 
 
+def walk(original: Callable[..., Any], selector: Any, *, candidate_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+    """DFlash2's choice of a draft among the C candidates of each position.
+
+    candidate_ids: [B, K, C]. scores: [B, K, C, C], by the candidate before (at position 0 all alike) and the candidate.
+    Returns SGLang's (drafts, their distributions).
+    """
+    tokens, distributions = original(selector, candidate_ids=candidate_ids, scores=scores, **kwargs)
+    if step.exists():
+        taken = (candidate_ids == tokens.view(candidate_ids.shape[:2])[..., None]).int().argmax(-1)
+        before = torch.cat([torch.zeros_like(taken[:, :1]), taken[:, :-1]], 1)
+        walked = scores.gather(2, before[:, :, None, None].expand(-1, -1, 1, scores.shape[3]))[:, :, 0]
+        # Not from `distributions`, which have no odds where the argmax was taken.
+        step.current().score(walked, temperature=kwargs["temperatures"].masked_fill(kwargs["greedy_mask"], 0.0))
+    return tokens, distributions
+
+
 def pack(original: Callable[..., Any], verify_input: Any, batch: Any, target_worker: Any, **kwargs: Any) -> Any:
     """Around the preparation of the verify batch."""
     if not step.exists() or batch.forward_mode.is_idle():
@@ -117,6 +132,7 @@ HOOKS = (
     Hook(_WORKER + "init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_WORKER + "forward_batch_generation", step.forward, AROUND),
     Hook(_WORKER + "_greedy_sample_from_vocab_parallel_head", draft, AROUND),
+    Hook("sglang.srt.models.dflash.CandidateSelector.sample_path", walk, AROUND),
     Hook(_WORKER + "_accept_block", accept, AROUND),
     Hook("sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", pack, AROUND),
     Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", ragged.unpack, AFTER),

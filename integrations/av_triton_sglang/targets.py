@@ -79,6 +79,9 @@ DFLASH: Mapping[str, str] = {
         "self, *, candidates, next_token_logits, sampling_info, draft_input, prefix_lens, bs, target_predict"
     ),
     _DFLASH + "_commit_accept": "candidates, accept_len, bonus_tokens",
+    "sglang.srt.models.dflash.CandidateSelector.sample_path": (
+        "self, *, candidate_ids, scores, uniforms, temperatures, greedy_mask"
+    ),
 }
 
 _EAGLE = "sglang.srt.speculative.eagle_worker_v2."

@@ -31,6 +31,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "DSPARK": Family("DSPARK", "dspark", 5, {}),
     "DFLASH": Family("DFLASH", "dflash", 5, {}),
+    "DFLASH2": Family("DFLASH", "dflash2", 5, {}),
     "STANDALONE": Family("STANDALONE", "standalone", 5, CHAIN),
     "EAGLE": Family("EAGLE", "eagle", 5, CHAIN),
     "EAGLE3": Family("EAGLE3", "eagle3", 5, CHAIN),
@@ -61,6 +62,7 @@ def plugin_config(models: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Outcome(NamedTuple):
+    prompts: list[list[int]]
     tokens: list[list[int]]
     meta: list[dict[str, Any]]
     status: dict[str, Any] | None
@@ -71,21 +73,41 @@ class Outcome(NamedTuple):
         """Verified rows: requests times decode steps."""
         return sum(each["spec_verify_ct"] for each in self.meta)
 
+    @property
+    def decoded(self) -> int:
+        """Tokens that came from decode steps: all but the first of each request."""
+        return sum(len(each) - 1 for each in self.tokens)
 
-def run(server: ForkServer, keywords: dict[str, Any], length: int = 120, **sampling: Any) -> Outcome:
-    return _run(server, json.dumps(keywords), length, json.dumps(sampling))
+    def verified(self, family: Family) -> int:
+        """Tokens that the target verified: anchors, and drafts or those of them that were admitted."""
+        if self.status is None:
+            return self.steps * family.width
+        return self.steps + sum(self.status["admitted"])
+
+
+def run(
+    server: ForkServer,
+    keywords: dict[str, Any],
+    length: int = 120,
+    prompts: list[list[int]] = PROMPTS,
+    timeout: float = 240,
+    **sampling: Any,
+) -> Outcome:
+    """sampling: parameters of the requests, over greedy decoding of `length` tokens."""
+    parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} | sampling
+    return _run(server, json.dumps(keywords), json.dumps(prompts), json.dumps(parameters), timeout)
 
 
 @lru_cache(maxsize=64)
-def _run(server: ForkServer, keywords: str, length: int, sampling: str) -> Outcome:
-    parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} | json.loads(sampling)
-    result, log = server.call(GENERATE, engine=json.loads(keywords), prompts=PROMPTS, sampling=parameters)
-    return Outcome(result["tokens"][0], result["meta"][0], result["adaptive_verification"], log)
+def _run(server: ForkServer, keywords: str, prompts: str, sampling: str, timeout: float) -> Outcome:
+    job = {"engine": json.loads(keywords), "prompts": json.loads(prompts), "sampling": json.loads(sampling)}
+    result, log = server.call(GENERATE, timeout=timeout, **job)
+    return Outcome(job["prompts"], result["tokens"][0], result["meta"][0], result["adaptive_verification"], log)
 
 
 def assert_same_text(server: ForkServer, keywords: dict[str, Any], plain: Outcome, other: Outcome) -> None:
     """Equal over the full output; a first difference passes where the two logits nearly tie, and is printed."""
-    for prompt, want, got in zip(PROMPTS, plain.tokens, other.tokens, strict=True):
+    for prompt, want, got in zip(plain.prompts, plain.tokens, other.tokens, strict=True):
         if want == got:
             continue
         at = next(i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b)

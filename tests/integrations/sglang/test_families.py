@@ -32,12 +32,9 @@ def test_fewer_tokens_are_verified_than_statically(server: ForkServer, models: P
     static = run(server, engine(family, models))
     adaptive = run(server, engine(family, models, adaptive=True))
     assert adaptive.status is not None
-    tokens = sum(map(len, adaptive.tokens)) - len(adaptive.tokens)  # the first token comes from the prefill
-    before = static.steps * family.width
-    after = adaptive.steps + sum(adaptive.status["admitted"])
-    print(f"{family.algorithm}: {before} -> {after} tokens verified for {tokens}")
+    before, after = static.verified(family), adaptive.verified(family)
+    print(f"{family.drafter}: {before} -> {after} tokens verified for {adaptive.decoded}")
     assert after < 0.8 * before
-    assert tokens / after > tokens / before
 
 
 @each_family

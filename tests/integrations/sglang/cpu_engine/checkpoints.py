@@ -120,7 +120,9 @@ def mtp(path: Path, vocab: int = 512) -> None:
     _write(path, config, tensors)
 
 
-def _block_drafter(path: Path, vocab: int, norm: float, tensors: Tensors, **config: Any) -> None:
+def _block_drafter(
+    path: Path, vocab: int, norm: float, tensors: Tensors, selector: dict[str, int] | None = None, **config: Any
+) -> None:
     torch.manual_seed(7)
     tensors = tensors | _layer("layers.0.", 0.3, qk_norm=True)
     tensors |= {
@@ -130,7 +132,13 @@ def _block_drafter(path: Path, vocab: int, norm: float, tensors: Tensors, **conf
     }
     where = {"target_layer_ids": [0], "mask_token_id": 0}
     settings = _config(
-        vocab, model_type="qwen3", num_hidden_layers=1, num_target_layers=2, dflash_config=where, **where, **config
+        vocab,
+        model_type="qwen3",
+        num_hidden_layers=1,
+        num_target_layers=2,
+        dflash_config=where | (selector or {}),
+        **where,
+        **config,
     )
     _write(path, settings, tensors)
 
@@ -151,6 +159,22 @@ def dspark(path: Path, vocab: int = 512, gamma: int = 4) -> None:
 
 def dflash(path: Path, vocab: int = 512, block: int = 5) -> None:
     _block_drafter(path, vocab, 1.0, {}, architectures=["DFlashDraftModel"], block_size=block)
+
+
+def dflash2(path: Path, vocab: int = 512, block: int = 5, candidates: int = 4) -> None:
+    """DFlash2: a walk over the candidates of each position, each step of it scored by the target's bigram."""
+    embedding, head = _vocabulary(vocab)
+    common = embedding.mean(0)
+    tensors = {
+        "candidate_selector.predecessor_codebook": embedding / embedding.pow(2).mean(-1, keepdim=True).sqrt(),
+        "candidate_selector.successor_codebook": head,
+        # The state that the codebooks meet in is about 1 everywhere: the hidden states share the common direction.
+        "candidate_selector.hidden_projection.weight": (common / common.pow(2).sum()).expand(HIDDEN, -1),
+    }
+    _block_drafter(
+        path, vocab, 0.5, tensors, {"selector_rank": HIDDEN, "selector_top_k": candidates},
+        architectures=["DFlash2DraftModel"], block_size=block,
+    )  # fmt: skip
 
 
 def eagle(path: Path, vocab: int = 512) -> None:
@@ -193,6 +217,7 @@ MAKERS = {
     "standalone": standalone,
     "dspark": dspark,
     "dflash": dflash,
+    "dflash2": dflash2,
     "eagle": eagle,
     "eagle3": eagle3,
     "mtp": mtp,
@@ -217,4 +242,16 @@ def first_layers(model: Path, layers: int, path: Path) -> Path:
     }
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
     _write(path, config, kept)
+    return path
+
+
+HEADS_OF_TOKENS = ("lm_head.weight", "markov_w2.weight", "successor_codebook")
+
+
+def flattened(model: Path, factor: float) -> Path:
+    """A copy whose logits are multiplied by `factor`, below 1 for flatter next tokens."""
+    path = model.with_name(f"{model.name}-times{factor}")
+    tensors = load_file(model / "model.safetensors")
+    scaled = {name: value * factor if name.endswith(HEADS_OF_TOKENS) else value for name, value in tensors.items()}
+    _write(path, json.loads((model / "config.json").read_text()), scaled)
     return path

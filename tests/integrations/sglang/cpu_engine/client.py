@@ -47,6 +47,7 @@ def environment() -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # one entry for each of two ranks; nothing is bound
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a test
         "SGLANG_DISABLED_MODEL_ARCHS": unused_models(),
     }
 
