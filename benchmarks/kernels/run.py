@@ -87,7 +87,8 @@ def show_floors(out: Path, kernels: list[static.Static], amd: float | None) -> N
         ("requests x K", "MB", "million instr.", *(gpu.name for gpu in roofline.GPUS), "published form, issue, H200"),
         rows,
         out / "floors.csv",
-        "memory: bytes over the vendor's bandwidth. issue: instructions of the loop over one per lane and boost clock.",
+        "memory: bytes over the vendor's bandwidth. issue: instructions per logit over one per lane and boost clock; "
+        "ours: of the loop; the published form has no loop, so its whole program counts.",
     )
 
 

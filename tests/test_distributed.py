@@ -1,0 +1,95 @@
+"""Four data-parallel replicas over gloo: the same bits on all, and those of one process that saw all the data."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from av_triton import AdaptiveVerifier, Settings
+from av_triton.distributed import ReplicaRefit
+
+RANKS, ROWS, K, VOCAB, INTERVAL, STEPS = 4, 5, 3, 64, 6, 30
+
+
+def settings(replicas: int, **other: object) -> Settings:
+    return Settings(refit_interval=INTERVAL, replicas=replicas, policy="fixed", fixed_budget=RANKS * ROWS * K, **other)
+
+
+def serve(rows: slice, replicas: int, common: bool) -> AdaptiveVerifier:
+    """The steps of those requests. Every fifth step has none on the second replica, which takes part all the same."""
+    count = rows.stop - rows.start
+    verifier = AdaptiveVerifier(count, K, settings=settings(replicas))
+    slots = torch.arange(count, dtype=torch.int32)
+    verifier.reset(slots, torch.arange(rows.start, rows.stop, dtype=torch.int32) % 2)
+    joined = ReplicaRefit(verifier) if common else None
+    generator = torch.Generator().manual_seed(7)
+    for step in range(STEPS):
+        logits = 4 * torch.randn(RANKS * ROWS, K, VOCAB, generator=generator)
+        accepted = torch.randint(0, K + 1, (RANKS * ROWS,), generator=generator, dtype=torch.int32)
+        requests = torch.arange(rows.start, rows.stop)
+        here = slots[(requests // ROWS != 1) | (step % 5 != 0)]
+        verifier.score(logits[rows][here.long()], here)
+        verifier.plan(here)
+        verifier.observe(here, accepted[rows][here.long()])
+        if joined is not None:
+            assert joined.step() == ((step + 1) % INTERVAL == 0)
+    return verifier
+
+
+def replica(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    verifier = serve(slice(rank * ROWS, (rank + 1) * ROWS), RANKS, common=True)
+    torch.save(verifier.coefficients(), folder / f"{rank}.pt")
+    found = []
+    for wrong in (settings(RANKS - 1), settings(RANKS, damping=50.0 + rank)):
+        try:
+            ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=wrong))
+        except ValueError as error:
+            found.append(str(error))
+    # Another start on each replica: that of the first is taken over.
+    other = AdaptiveVerifier(ROWS, K, settings=settings(RANKS, initial_intercept=float(rank)))
+    ReplicaRefit(other)
+    found.append(str(other.coefficients().intercepts))
+    (folder / f"{rank}.txt").write_text("\n".join(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replicas")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=replica, args=(rank, folder)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(500)
+        assert process.exitcode == 0
+    return folder
+
+
+def test_every_replica_has_the_coefficients_of_one_process_that_saw_all(replicas: Path) -> None:
+    found = [torch.load(replicas / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    alone = serve(slice(0, RANKS * ROWS), 1, common=False).coefficients()
+    assert alone.refits == STEPS // INTERVAL
+    assert alone.slopes != list(settings(1).initial_slopes)
+    assert found == [alone] * RANKS
+
+
+def test_what_does_not_fit_is_refused(replicas: Path) -> None:
+    for rank in range(RANKS):
+        many, differ, start = (replicas / f"{rank}.txt").read_text().split("\n")
+        assert "Settings.replicas = 3: set it to 4" in many
+        assert "the replicas differ" in differ
+        assert start == str([[0.0] * K] * 2)
+
+
+def test_one_replica_alone_is_the_ordinary_refit(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        joined = serve(slice(0, ROWS), 1, common=True)
+    finally:
+        dist.destroy_process_group()
+    assert joined.coefficients() == serve(slice(0, ROWS), 1, common=False).coefficients()
