@@ -21,6 +21,7 @@ def layout(context: StepContext, device: Any, drafts: Tensor | None = None) -> A
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
     lengths = (context.plan(drafts).admitted + 1).tolist()
+    context.times.plan(len(lengths), sum(lengths))
     context.layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[sum(lengths)])
     return context.layout
 

@@ -21,6 +21,7 @@ class Reporter:
     def __init__(self, context: "StepContext", metrics: Metrics | None) -> None:
         self._context, self._metrics = context, metrics
         self._last = self._counters()
+        self._timed = 0, 0.0, 0.0
 
     def _counters(self) -> dict[str, npt.NDArray[np.int64]]:
         # Copies: on a CPU they are views of what the next step adds to.
@@ -33,11 +34,16 @@ class Reporter:
         self._last = now
         if self._metrics is not None:
             self._metrics.add(new)
+        times = self._context.times
+        timed = times.steps, times.measured, times.predicted
+        steps, measured, predicted = (one - other for one, other in zip(timed, self._timed, strict=True))
+        self._timed = timed
         # A request of K drafts counts once at the first position.
         requests = max(int(new["drafted"][0]), 1)
         logger.info(
             "Adaptive verification: %d steps of %.1f requests, %.2f of %.2f drafts verified and %.2f accepted per "
-            "request; of the labelled drafts %.3f accepted, %.3f expected; %d refits, %d explored, %d bypassed.",
+            "request; of the labelled drafts %.3f accepted, %.3f expected; %d refits, %d explored, %d bypassed; "
+            "%.2f ms per step, %.2f predicted.",
             new["steps"],
             requests / max(int(new["steps"]), 1),
             new["admitted"].sum() / requests,
@@ -48,6 +54,8 @@ class Reporter:
             new["refits"],
             new["explored"],
             new["bypassed"],
+            measured / max(steps, 1),
+            predicted / max(steps, 1),
         )
 
     def status(self) -> dict[str, Any]:
@@ -61,6 +69,9 @@ class Reporter:
             "policy": status.policy,
             "backend": status.backend,
             "cost": context.cost_source,
+            "timed_steps": context.times.steps,
+            "measured_ms": context.times.measured,
+            "predicted_ms": context.times.predicted,
             "coefficients": {
                 name: {"slope": slope, "intercepts": list(intercepts)}
                 for name, slope, intercepts in zip(fitted.strata, fitted.slopes, fitted.intercepts, strict=True)

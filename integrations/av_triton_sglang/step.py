@@ -27,6 +27,7 @@ from av_triton_sglang import costs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.status import Reporter
+from av_triton_sglang.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +97,14 @@ class StepContext:
         self._cache = measure.cache_file(self.config, arguments, device)
         self._clock: measure.DraftClock | None = None
         self._verify_costs: CostTable | None = None
+        self.times = StepTimes(cost, max_rows, max_rows * (num_draft_positions + 1))
         self._reporter = Reporter(
             self, metrics.build(arguments, str(launch.algorithm)) if self.ranks.is_first else None
         )
 
     def reset(self, slots: Tensor, requests: list[Any]) -> None:
         """The requests of a prefill batch begin (or go on being prefilled) in `slots`."""
+        self.times.interrupt()
         device = self.verifier.device
         strata = None
         if len(self.config.settings.strata) > 1:
@@ -112,6 +115,7 @@ class StepContext:
         self._teach[slots.long()] = teach
 
     def begin(self, slots: Tensor) -> None:
+        self.times.begin()
         self.rows, self.layout, self.trimmed = slots.shape[0], None, None
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
@@ -244,6 +248,7 @@ class StepContext:
 
     def _put_in_force(self, table: CostTable, source: str) -> None:
         self.verifier.set_cost(table)
+        self.times.use(table)
         self.cost_source = source
         logger.info("Adaptive verification: step costs in force, %s.", source)
 

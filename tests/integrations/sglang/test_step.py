@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from av_triton import CostTable, Settings, logit_max_partial
-from av_triton_sglang import measure, ragged
+from av_triton_sglang import measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.step import StepContext, changes_target
@@ -186,3 +186,28 @@ def test_acceptance_is_cut_at_what_was_verified() -> None:
     assert cut.over.tolist() == [True, False, False]
     assert cut.trimmed.tolist() == [2, 0, 0]
     assert cut.accepted.dtype == torch.int64
+
+
+def test_predicted_and_measured_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs: 1 ms for drafting, and 2 ms of tokens each."""
+    clock = iter([0.0, 0.005, 0.012, 0.1, 0.1, 0.2])
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    each = context(tmp_path)
+    times, slots = each.times, torch.tensor([3])
+    each.begin(slots)
+    times.plan(requests=1, tokens=1)
+    each.begin(slots)
+    times.plan(requests=1, tokens=3)
+    each.begin(slots)
+    assert (times.steps, times.measured, times.predicted) == (2, pytest.approx(12.0), pytest.approx(3.0 + 7.0))
+    times.plan(requests=1, tokens=5)
+    each.reset(slots, [request()])
+    each.begin(slots)
+    assert times.steps == 2
+    # Before there are costs nothing is counted.
+    times.use(None)
+    times.plan(requests=1, tokens=5)
+    each.begin(slots)
+    times.plan(requests=1, tokens=5)
+    each.begin(slots)
+    assert times.steps == 2
