@@ -1,4 +1,6 @@
-"""The EAGLE worker's chains: EAGLE, EAGLE3, NEXTN/MTP and STANDALONE with topk = 1, drafted by argmax.
+"""The EAGLE worker's chains: EAGLE, EAGLE3, NEXTN/MTP and STANDALONE with topk = 1.
+
+Drafts are the argmax; with SGLang's rejection sampling they are drawn, at the temperature of the request.
 
 Step by step the drafter's forward gives the logits of positions 1, 2, ...; those of position 0 come from the draft
 extend after the *previous* verification (or prefill) and wait in the verifier under the request's slot. Before the
@@ -53,11 +55,18 @@ def logits_of(runner: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]
         del runner.forward
 
 
+def temperatures(sampling_info: Any) -> Tensor | None:
+    """fp32 [B] that the running batch's drafts are drawn at; None: they are the argmax."""
+    from sglang.srt.runtime_context import get_spec
+
+    return sampling_info.temperatures.view(-1).float() if get_spec().speculative_use_rejection_sampling else None
+
+
 def draft(original: Callable[..., Any], drafter: Any, forward_batch: Any) -> Any:
     if not step.exists() or forward_batch.forward_mode.is_idle():
         return original(drafter, forward_batch)
-    context = step.current()
-    with logits_of(drafter.draft_runner, lambda index, logits: context.score(logits, position=index + 1)):
+    context, drawn_at = step.current(), temperatures(forward_batch.sampling_info)
+    with logits_of(drafter.draft_runner, lambda index, logits: context.score(logits, index + 1, drawn_at)):
         return original(drafter, forward_batch)
 
 
@@ -65,8 +74,8 @@ def extend_prefill(original: Callable[..., Any], drafter: Any, batch: Any, *args
     """The prompt's last position drafts position 0 of the first step."""
     if not step.exists() or batch.forward_mode.is_idle():
         return original(drafter, batch, *args, **kwargs)
-    context, slots = step.current(), batch.req_pool_indices
-    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits, position=0, slots=slots)):
+    context, slots, drawn_at = step.current(), batch.req_pool_indices, temperatures(batch.sampling_info)
+    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits, 0, drawn_at, slots=slots)):
         return original(drafter, batch, *args, **kwargs)
 
 
@@ -74,10 +83,10 @@ def extend_decode(original: Callable[..., Any], drafter: Any, batch: Any, result
     """The last accepted position of each request drafts position 0 of the next step."""
     if not step.exists() or batch.forward_mode.is_idle():
         return original(drafter, batch, result, **kwargs)
-    context, width = step.current(), drafter.speculative_num_draft_tokens
+    context, width, drawn_at = step.current(), drafter.speculative_num_draft_tokens, temperatures(batch.sampling_info)
     accepted = result.accept_lens.long()
     last = torch.arange(accepted.numel(), device=accepted.device) * width + accepted - 1
-    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], position=0)):
+    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], 0, drawn_at)):
         return original(drafter, batch, result, **kwargs)
 
 

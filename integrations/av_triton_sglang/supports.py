@@ -177,12 +177,6 @@ RULES = (
         "leave it out",
     ),
     Rule(
-        "rejection_sampling",
-        _when("speculative_use_rejection_sampling", bool, "--speculative-use-rejection-sampling"),
-        "the temperature that a chain was sampled at is not taken into account yet",
-        "leave it out",
-    ),
-    Rule(
         "watermark",
         _when("enable_watermark", bool, "--enable-watermark"),
         "SGLang records watermarked tokens before acceptance is cut",

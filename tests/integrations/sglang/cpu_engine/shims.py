@@ -94,6 +94,17 @@ def _reject_chain(
         accept_token_num[row] = accepted
 
 
+def _sample_on_cpu(original: Callable[..., Any], *, is_cpu: bool, use_rejection_sampling: bool, **kwargs: Any) -> Any:
+    """SGLang verifies EAGLE's chains greedily on a CPU, for want of the kernel that `_reject_chain` stands in for."""
+    return original(
+        is_cpu=is_cpu and not use_rejection_sampling, use_rejection_sampling=use_rejection_sampling, **kwargs
+    )
+
+
+def _row_argmax(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
 def _no_device_collectives(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     for name in ("use_pynccl", "use_mscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce"):
         if name in kwargs:
@@ -130,6 +141,8 @@ def install() -> None:
             _reject_chain,
             HookType.REPLACE,
         ),
+        ("sglang.kernels.ops.speculative.row_argmax.row_argmax", _row_argmax, HookType.REPLACE),
+        ("sglang.srt.speculative.eagle_utils._verify_uses_greedy", _sample_on_cpu, HookType.AROUND),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
             _no_device_collectives,
