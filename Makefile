@@ -38,16 +38,16 @@ lint: $(VENV)/.ready-test
 # Triton reads TRITON_INTERPRET when it is imported, so the two kinds of tests run in processes of their own:
 # tests/compiled needs the real compiler, all others run the kernels in the interpreter.
 test: lint
-	TRITON_INTERPRET=1 $(PYTEST) tests --ignore=tests/compiled -m "$(SELECT)" $(ARGS) $(NONE_OK)
+	TRITON_INTERPRET=1 $(PYTEST) tests --ignore=tests/compiled --ignore=tests/gpu -m "$(SELECT)" $(ARGS) $(NONE_OK)
 	$(PYTEST) tests/compiled -m "$(SELECT)" $(ARGS) $(NONE_OK)
 
 # Resumable: tests that have passed on the same sources are not run again.
 test-full: lint
-	TRITON_INTERPRET=1 $(PYTEST) -p tests.resume --resume tests --ignore=tests/compiled -m "not gpu" $(ARGS) $(NONE_OK)
+	TRITON_INTERPRET=1 $(PYTEST) -p tests.resume --resume tests --ignore=tests/compiled --ignore=tests/gpu -m "not gpu" $(ARGS) $(NONE_OK)
 	$(PYTEST) -p tests.resume --resume tests/compiled -m "not gpu" $(ARGS) $(NONE_OK)
 
 test-gpu: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests -m gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
 # SGLang pins its own versions (6 GB), so it has an environment of its own; elsewhere these tests are skipped.
 $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.txt)
