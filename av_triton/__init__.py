@@ -6,6 +6,7 @@ from av_triton.ops.accumulate import accumulate
 from av_triton.ops.budget import choose_budget
 from av_triton.ops.logit_max import logit_from_partial, logit_max, logit_max_partial, merge_logit_max
 from av_triton.ops.refit import refit
+from av_triton.ops.sample import sample_and_score
 from av_triton.ops.score import acceptance_score, score_logits
 from av_triton.ops.segmented_topk import segmented_topk
 from av_triton.ops.survival import survival
@@ -35,6 +36,7 @@ __all__ = [
     "logit_max_partial",
     "merge_logit_max",
     "refit",
+    "sample_and_score",
     "score_logits",
     "segmented_topk",
     "survival",

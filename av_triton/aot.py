@@ -58,9 +58,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # By kernel. Registers: half of what a thread may have, so that two blocks share a multiprocessor; select and
-# segmented_topk hold a whole batch in one block of up to 512 threads, which cannot have more.
+# segmented_topk hold a whole batch in one block of up to 512 threads, which cannot have more. sample draws four random
+# words at a time, and most registers hold them.
 LIMITS = {
     "logit_max_kernel": Limits(registers=96, wide_loads=2, per_logit=10),
+    "sample_kernel": Limits(registers=168, wide_loads=4),
     "acceptance_score_kernel": Limits(registers=64),
     "survival_kernel": Limits(registers=64),
     "segmented_topk_kernel": Limits(registers=128),
@@ -91,6 +93,9 @@ class KernelCase(msgspec.Struct, frozen=True):
     def limits(self) -> Limits:
         """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
         limits = LIMITS[self.name]
+        if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
+            # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
+            return msgspec.structs.replace(limits, wide_loads=0)
         if "row_stride" in self.signature:
             kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
             if ["tt.divisibility", 16] not in kinds:
@@ -418,6 +423,10 @@ def _op_workloads() -> Iterator[Workload]:
         yield Workload(f"logit_max {name}, odd vocabulary", partial(av.logit_max, odd))
         yield Workload(f"logit_max_partial {name}, a quarter", partial(av.logit_max_partial, logits[..., :32_320]))
         yield Workload(f"score_logits {name}", partial(av.score_logits, logits, f32(1), f32(7), f32(8)))
+        quick = dtype is torch.bfloat16
+        yield Workload(
+            f"sample_and_score {name}", partial(av.sample_and_score, logits[:, 0], i64(8), f32(8)), quick=quick
+        )
     yield Workload("acceptance_score", partial(av.acceptance_score, f32(64, 7), f32(1), f32(7)), quick=True)
     for rows, positions in ((64, 7), (256, 7), (1024, 16)):
         label, quick = f"{rows} x {positions}", rows == 256

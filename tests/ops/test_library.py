@@ -17,6 +17,7 @@ def calls():
     drafts, verdict = torch.tensor([3, 2, 0, 1], **INTS), torch.tensor([1, 2, 0, -1], **INTS)
     segments, two = torch.tensor([0, 1, 4], **INTS), torch.tensor([2, 3], **INTS)
     t = torch.tensor([[0.5, 0.7, 0.0], [1.0, 2.0, 3.0]])
+    seeds = torch.arange(6).view(2, 3)
     cost = torch.linspace(1, 3, 13, dtype=torch.float64)
     sums = av_triton.accumulate(torch.randn(4, 3, generator=g), verdict, drafts, w, b[None])
     ops = torch.ops.av_triton
@@ -26,6 +27,9 @@ def calls():
         "merge_logit_max": (av_triton.merge_logit_max, (x, x.abs(), 1), ops.merge_logit_max, (x, x.abs(), -1)),
         "acceptance_score": (av_triton.acceptance_score, (x[..., 0], w, b), ops.acceptance_score, (x[..., 0], w, b)),
         "score_logits": (av_triton.score_logits, (x, w, b, t[:, 0]), ops.score_logits, (x, w, b, None, 0.3)),
+        "sample_and_score": (
+            av_triton.sample_and_score, (x, seeds, t), ops.sample_and_score, (x, seeds, None, 0.3),
+        ),
         "survival": (av_triton.survival, (s, drafts), ops.survival, (s, None)),
         "segmented_topk": (
             av_triton.segmented_topk, (s, drafts, two, segments), ops.segmented_topk, (s, drafts, two[:1], None),
