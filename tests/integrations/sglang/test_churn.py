@@ -1,5 +1,6 @@
 """Requests that come and go: slots are reused, prompts come in chunks, requests are retracted and resumed."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.sglang import runs
+from tests.integrations.sglang.cpu_engine import checkpoints
 from tests.integrations.sglang.cpu_engine.client import ForkServer
 from tests.integrations.sglang.runs import FAMILIES, engine, plain_engine
 
@@ -49,3 +51,37 @@ def test_churn_leaves_the_text_alone(server: ForkServer, models: Path, family: r
     # A stale feature that is graded after its slot was reused would show as more labels than drafts.
     assert all(some <= each for some, each in zip(status["labelled"], status["admitted"], strict=True))
     assert sum(each["num_retractions"] for each in got["meta"][0]) > 0
+
+
+STREAM = "tests.integrations.sglang.cpu_engine.churn:stream"
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in ("DSPARK", "EAGLE")], ids=("DSPARK", "EAGLE"))
+@pytest.mark.parametrize("requests", [24, pytest.param(200, marks=pytest.mark.full)])
+def test_streams_aborts_and_grammars(server: ForkServer, models: Path, family: runs.Family, requests: int) -> None:
+    """Every ninth request is given up while it runs; every seventh is held to a JSON schema."""
+    prompts, sampling = workload(requests, seed=1)
+    for each in sampling[::7]:
+        each |= {"json_schema": SCHEMA, "max_new_tokens": 24, "ignore_eos": False}
+    abort = {str(index): 3 for index in range(4, requests, 9)}
+    for index in abort:
+        sampling[int(index)] = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
+    checkpoints.add_tokenizer(checkpoints.make(family.target, models))
+    more = SMALL | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
+    job: dict[str, Any] = {"prompts": prompts, "sampling": sampling, "retract_every": 7, "timeout": 900}
+    plain, _ = server.call(STREAM, engine=plain_engine(family, models) | more, abort={}, **job)
+    got, _ = server.call(STREAM, engine=engine(family, models, adaptive=True) | more, abort=abort, **job)
+    for index, (want, have) in enumerate(zip(plain["requests"], got["requests"], strict=True)):
+        if str(index) in abort:
+            assert want["tokens"][: len(have["tokens"])] == have["tokens"], index
+        else:
+            assert have["tokens"] == want["tokens"], index
+            assert have["finished"] == want["finished"] != "abort", index
+    constrained = [got["requests"][index]["tokens"] for index in range(0, requests, 7) if str(index) not in abort]
+    assert len({tokens[0] for tokens in constrained}) == 1  # "{"
+    given_up = [got["requests"][int(index)] for index in abort]
+    assert any(each["finished"] == "abort" and len(each["tokens"]) < 80 for each in given_up)
+    status = got["adaptive_verification"]
+    assert sum(status["admitted"]) < 0.9 * sum(status["drafted"])
+    assert all(some <= each for some, each in zip(status["labelled"], status["admitted"], strict=True))

@@ -21,7 +21,7 @@ COST = CostTable(draft=[(1, 1.0)], verify=[(1, 5.0), (4, 6.0), (20, 10.0)])
 
 
 def admitted_per_request(server: ForkServer, models: Path, folder: Path, exploration: float) -> list[float]:
-    """In the steps of four requests, of 4 drafts each, from coefficients of an earlier workload on which every draft was wrong."""
+    """Of 4 drafts, in the steps of four requests; the coefficients are of a workload on which all were wrong."""
     intercepts = [[-12.0] * (FAMILY.width - 1)] * 2
     learned = folder / "coefficients.json"
     Snapshot(

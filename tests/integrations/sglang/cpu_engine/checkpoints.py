@@ -232,6 +232,20 @@ def make(name: str, folder: Path, **options: Any) -> Path:
     return path
 
 
+def add_tokenizer(model: Path, vocab: int = 512) -> None:
+    """A byte-level tokenizer, so that the engine can constrain text by a grammar; the upper tokens are never text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<{index}>" for index in range(len(names), vocab)]
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(model)
+
+
 def first_layers(model: Path, layers: int, path: Path) -> Path:
     """A STANDALONE drafter made of the first layers of a language model."""
     tensors = load_file(model / "model.safetensors")

@@ -48,7 +48,7 @@ def generate(
         state = running.get_server_info()["internal_states"][0]
         return {
             "tokens": [[each["output_ids"] for each in run] for run in runs],
-            "meta": [[_plain(each["meta_info"]) for each in run] for run in runs],
+            "meta": [[plain(each["meta_info"]) for each in run] for run in runs],
             "adaptive_verification": state.get("adaptive_verification"),
             "start_seconds": ready - start,
             "generate_seconds": done - ready,
@@ -70,7 +70,7 @@ def next_logprobs(engine: dict[str, Any], context: list[int], tokens: list[int])
     return [by_token[token] for token in tokens]
 
 
-def _plain(meta: dict[str, Any]) -> dict[str, Any]:
+def plain(meta: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in meta.items() if isinstance(value, (int, float, str, list))}
 
 
