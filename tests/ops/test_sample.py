@@ -41,8 +41,8 @@ def test_the_log_normaliser_gives_probabilities(backend, rng):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_frequencies(backend, temperature, rng):
-    draws = 4000 if backend == "torch" else 300  # the interpreter runs row by row
+def test_frequencies(temperature):
+    draws = 4000  # of the reference: the kernel takes the same tokens, and the interpreter runs row by row
     x = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf, 0.5])
     seeds = torch.arange(draws) * 7919
     token = av.sample_and_score(x.expand(draws, -1).contiguous(), seeds, temperature)[0]
@@ -55,12 +55,12 @@ def test_frequencies(backend, temperature, rng):
     )
 
 
-def test_tokens_far_apart_in_the_vocabulary_are_independent(backend):
+def test_tokens_far_apart_in_the_vocabulary_are_independent():
     # Equal logits at the places of one lane, of one Philox block, and of two splits.
     places = torch.tensor([3, 3 + BLOCK, 3 + 2 * BLOCK, 3 + 4 * BLOCK, 20_000])
     x = torch.full((20_480,), -torch.inf)
     x[places] = 0
-    draws = 300 if backend == "torch" else 80
+    draws = 300
     token = av.sample_and_score(x.expand(draws, -1), torch.arange(draws) - 100)[0]
     counts = np.array([int((token == place).sum()) for place in places])
     assert counts.sum() == draws
