@@ -157,3 +157,16 @@ def test_rows_with_another_target_are_not_learned_from(server: ForkServer, model
     assert sum(biased.status["labelled"]) == 0
     plain = run(server, plain_engine(DSPARK, models), length=40, logit_bias={"7": -1.0})
     runs.assert_same_text(server, plain_engine(DSPARK, models), plain, biased)
+
+
+def test_without_the_flag_the_plugin_changes_nothing(server: ForkServer, models: Path) -> None:
+    """Against an SGLang that does not load it: the same text; the times are printed, a busy machine decides them."""
+    job: dict[str, Any] = {"engine": engine(DSPARK, models), "prompts": PROMPTS, "sampling": GREEDY, "repeats": 3}
+    absent, _ = server.call(JOBS + "generate", env={"SGLANG_PLUGINS": "none"}, **job)
+    installed, _ = server.call(JOBS + "generate", **job)
+    assert installed["tokens"] == absent["tokens"]
+    assert [[each["spec_verify_ct"] for each in run] for run in installed["meta"]] == [
+        [each["spec_verify_ct"] for each in run] for run in absent["meta"]
+    ]
+    ratio = installed["generate_seconds"] / absent["generate_seconds"]
+    print(f"three runs take {ratio:.2f} times as long with the plug-in installed")
