@@ -66,6 +66,7 @@ CALLS = [
     ("score", (floats(2, K, V), ints(0, 1), None, "hot"), "temperature is 'hot': give None, a number, or float32"),
     ("score", (floats(2, K, V), ints(0, 1), None, floats(3)), r"temperature has shape \(3,\): give one value"),
     ("score", (floats(2, K, V), ints(0, 1), None, floats(2).double()), "temperature is torch.float64 .* give float32"),
+    ("score", (floats(2, K, V), ints(0, 1), None, meta(())), "one number on meta, and reading it would wait for the"),
     ("plan", (ints(0, 1), ints(1, 2, 3)), r"drafts has shape \(3,\): give \(2,\)"),
     ("plan", (ints(0, 1), floats(2)), "drafts has dtype torch.float32"),
     ("plan", (ints(0, 1), [1, 2]), r"drafts is list: give a tensor of shape \(2,\) on cpu"),
@@ -185,6 +186,11 @@ def test_an_unknown_setting():
         Settings(temperature=1.0)
 
 
+def test_a_fixed_budget_below_zero():
+    with pytest.raises(ValueError, match=r"Settings.fixed_budget = -1: give a whole number, 0 or more"):
+        Settings(policy="fixed", fixed_budget=-1)
+
+
 def test_a_backend_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("AV_TRITON_BACKEND", "cuda")
     with pytest.raises(ValueError, match=r"AV_TRITON_BACKEND='cuda' is not a backend: set it to one of auto, torch"):
@@ -227,6 +233,8 @@ OPS = [
     ("acceptance_score", (floats(2, K), W.double(), B[0]), "slope is torch.float64 .* give float32 on cpu"),
     ("score_logits", (floats(V), W, B[0]), r"logits have shape \(20,\): give \[..., K, V\]"),
     ("score_logits", (floats(2, K, V), W, B[0], floats(3)), r"temperature has shape \(3,\): give one value"),
+    ("score_logits", (floats(2, K, V).int(), W, B[0]), "logits have dtype torch.int32"),
+    ("score_logits", (floats(2, K, V), W, floats(2)), "give one slope and one intercept for each of 3"),
     ("survival", (floats(2, K).double(),), r"scores are torch.float64 \(2, 3\): give float32 \[rows, K\]"),
     ("survival", (floats(K),), r"scores are torch.float32 \(3,\)"),
     ("survival", (floats(K, 2).t(),), "scores have stride 2 along the positions"),
@@ -237,6 +245,9 @@ OPS = [
     ("segmented_topk", (floats(2, K), ints(1), ints(1)), r"drafts has shape \(1,\): give \(2,\)"),
     ("segmented_topk", (floats(2, K), ints(1, 1), ints(1, 2)), r"budgets has shape \(2,\): give \(1,\)"),
     ("segmented_topk", (floats(2, K), ints(1, 1), ints(1).long()), "budgets has dtype torch.int64: give torch.int32"),
+    ("choose_budget", (floats(2, K).double(), ints(1, 1), floats(5).double()), "survival is torch.float64"),
+    ("choose_budget", (floats(2, 17), ints(1, 1), floats(5).double()), "at most 1024 rows x 16 positions"),
+    ("choose_budget", (floats(2, K), ints(1), floats(5).double()), r"drafts has shape \(1,\): give \(2,\)"),
     ("choose_budget", (floats(2, K), ints(1, 1), floats(5)), r"cost is torch.float32 \(5,\) on cpu: give float64"),
     ("choose_budget", (floats(2, K), ints(1, 1), floats(0).double()), "give float64"),
     ("choose_budget", (floats(2, K), ints(1, 1), floats(2, 5).double()), "cost has 2 rows: give one for each of 1"),
@@ -246,6 +257,7 @@ OPS = [
     ("accumulate", (floats(2, K).double(), ints(1, 1), ints(1, 1), W, B), "features are torch.float64"),
     ("accumulate", (floats(2, 17), ints(1, 1), ints(1, 1), W, floats(1, 17)), "K <= 16"),
     ("accumulate", (floats(2, K), ints(1), ints(1, 1), W, B), r"accepted has shape \(1,\): give \(2,\)"),
+    ("accumulate", (floats(2, K), ints(1, 1), ints(1), W, B), r"admitted has shape \(1,\): give \(2,\)"),
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, floats(2, K)), r"give \[strata\] and \[strata, 3\]"),
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W.double(), B), "slope is torch.float64 .* give float32"),
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, B, ints(0, 0).long()), "strata has dtype torch.int64"),
