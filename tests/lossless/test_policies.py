@@ -114,7 +114,8 @@ def test_exploration_in_every_phase(size, policy):
     ]
     decoded = decode(f"exploration, {policy}", size, variants)
     if policy == "fixed":
-        assert {(size.depth, 0), (0, size.depth)} <= decoded.lengths
+        deepest = min(size.depth, settings("fixed").fixed_budget)
+        assert {(deepest, 0), (0, deepest)} <= decoded.lengths
 
 
 @both_policies
