@@ -109,10 +109,10 @@ def refused(server: ForkServer, keywords: dict[str, Any], job: str = "generate",
 
 def test_unsupported_arguments_are_refused_before_anything_starts(server: ForkServer, models: Path) -> None:
     keywords = engine(DSPARK, models, adaptive=True, ragged_backends=[])
-    log = refused(server, keywords | {"speculative_use_block_verification": True})
+    log = refused(server, keywords, env={"SGLANG_DSPARK_USE_GREEDY_DRAFT": "1"})
     assert "--enable-adaptive-verification cannot be used here" in log
     assert "attention backend av_torch: the target's attention must take a verify length per request" in log
-    assert "--speculative-use-block-verification: " in log
+    assert "SGLANG_DSPARK_USE_GREEDY_DRAFT=1: it keeps no draft logits; unset it" in log
 
 
 def test_a_bad_file_is_refused(server: ForkServer, models: Path, tmp_path: Path) -> None:
