@@ -59,10 +59,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 # By kernel. Registers: half of what a thread may have, so that two blocks share a multiprocessor; select and
 # segmented_topk hold a whole batch in one block of up to 512 threads, which cannot have more. sample draws four random
-# words at a time, and most registers hold them.
+# words at a time, and most registers hold them: one block of 256 threads a multiprocessor, from 129 registers on.
 LIMITS = {
     "logit_max_kernel": Limits(registers=96, wide_loads=2, per_logit=10),
-    "sample_kernel": Limits(registers=168, wide_loads=4),
+    "sample_kernel": Limits(registers=224, wide_loads=4),
     "acceptance_score_kernel": Limits(registers=64),
     "survival_kernel": Limits(registers=64),
     "segmented_topk_kernel": Limits(registers=128),

@@ -36,6 +36,11 @@ _INVALID = tl.constexpr(INVALID)
 _BLOCK = 64
 
 
+def _block(positions: int) -> int:
+    """Rows of a program's tile: with 16 positions, 64 rows spill."""
+    return _BLOCK if positions <= 8 else _BLOCK // 2
+
+
 class EstimatorState(NamedTuple):
     """Device state of an estimator. P: K rounded up to a power of two; S: strata."""
 
@@ -191,11 +196,12 @@ def observe(
             (ridge, damping, max_slope_step, max_intercept_step),
         )  # fmt: skip
         return
-    observe_kernel[(max(1, triton.cdiv(slots.shape[0], _BLOCK)),)](
+    block = _block(state.features.shape[1])
+    observe_kernel[(max(1, triton.cdiv(slots.shape[0], block)),)](
         state.features, state.scores, state.strata, state.slopes, state.intercepts, state.sums, state.counters,
         state.clock, slot_admitted, slot_drafts, slots, accepted, admitted, teach, slots.shape[0],
         state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MAX_DW=max_slope_step,
-        MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0], P=state.features.shape[1], BLOCK=_BLOCK,
+        MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0], P=state.features.shape[1], BLOCK=block,
     )  # fmt: skip
 
 
@@ -345,9 +351,9 @@ def _accumulate(
     P = triton.next_power_of_2(positions)
     sums = torch.zeros(slope.shape[0], SUMS, P, dtype=torch.int64, device=features.device)
     if rows:
-        accumulate_kernel[(triton.cdiv(rows, _BLOCK),)](
+        accumulate_kernel[(triton.cdiv(rows, _block(P)),)](
             features.contiguous(), accepted, admitted, slope.contiguous(), intercepts.contiguous(), strata, teach,
-            sums, rows, positions, STRATA=slope.shape[0], P=P, BLOCK=_BLOCK,
+            sums, rows, positions, STRATA=slope.shape[0], P=P, BLOCK=_block(P),
         )  # fmt: skip
     return sums[:, :, :positions].contiguous()
 
