@@ -38,7 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
         max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
         autoregressive: the drafter pays per position, so `Plan.draft_depth` weighs drafting cost against acceptance; 0
-            where no draft pays. Exploration is then concentrated on every 32nd step, for which all rows draft deep.
+            where no draft pays. Exploration is then concentrated on every 32nd step, for which all rows draft deep;
+            without it a depth of 0 is final.
     """
 
     refit_interval: int = 32

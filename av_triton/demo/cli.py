@@ -125,7 +125,7 @@ def demo(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, and is checked against plain decoding.")] = 0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Nucleus of the target when sampling.")] = 0.95,
     batch: Annotated[int, typer.Option(min=1, max=256, help="Requests decoded together.")] = 96,
-    k: Annotated[int | None, typer.Option(min=1, max=16, help="Drafts per step, by default 3.")] = None,
+    k: Annotated[int, typer.Option(min=1, max=16, help="Drafts per step.")] = 3,
     max_new: Annotated[int, typer.Option(min=1, max=2048, help="New tokens per prompt.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
@@ -155,23 +155,22 @@ def demo(
         console.print(f"{threads} threads, {len(ids)} prompts, {max_new} new tokens each")
         filled = Prompts(model, ids, tokenizer.eos_token_id, drafters[0].taps, lambda x: _tracked(x, "prefilling"))
         for each in drafters:
-            depth = k or each.positions
-            if depth > each.most:
-                raise typer.BadParameter(f"--k {depth}: the {each.name} drafter predicts {each.most} tokens at most")
-            cost = measure_costs(model, each, batch, depth, sum(map(len, ids)) // len(ids) + max_new // 2)
+            if k > each.most:
+                raise typer.BadParameter(f"--k {k}: the {each.name} drafter predicts {each.most} tokens at most")
+            cost = measure_costs(model, each, batch, k, sum(map(len, ids)) // len(ids) + max_new // 2)
             curve = ", ".join(f"{tokens}: {ms:.0f}" for tokens, ms in cost.verify)
             console.print(f"costs in ms: draft {cost.draft[-1][1]:.0f}; verify by tokens {curve}")
             # Both drafters cost less when they draft less. A step that explores drafts to full depth: keep these few.
             settings = Settings(refit_interval=8, exploration=0.0025, autoregressive=True)
-            verifier = AdaptiveVerifier(batch, depth, device, cost=cost, settings=settings)
+            verifier = AdaptiveVerifier(batch, k, device, cost=cost, settings=settings)
 
             def arm(name: str, **how: Any) -> Arm:
                 return Arm(name, model, filled, Sampler(temperature, top_p, seed, device), batch, max_new, **how)
 
             plain = arm("plain")
             arms = [
-                *(arm(f"fixed {n}", drafter=each, depth=n) for n in range(1, depth + 1)),
-                arm("adaptive", drafter=each, depth=depth, verifier=verifier),
+                *(arm(f"fixed {n}", drafter=each, depth=n) for n in range(1, k + 1)),
+                arm("adaptive", drafter=each, depth=k, verifier=verifier),
             ]
             decode([plain, *arms], each.name, batch)
             results[each.name] = plain, arms

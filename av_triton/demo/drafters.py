@@ -29,9 +29,8 @@ class Drafter(ABC):
     """Proposes tokens for requests with `lengths` verified tokens in the cache and a next token `pending`."""
 
     name: str
-    positions: int
-    """Drafts per step by default, and `most` at most."""
     most: int = 16
+    """Drafts per step, at most."""
     taps: Sequence[int] = ()
     """Target layers whose outputs `extend` wants for every verified token."""
 
@@ -55,7 +54,6 @@ class LayerSkipDrafter(Drafter):
     writes for its own drafts are overwritten by the target's at verification."""
 
     name = "layer-skip"
-    positions = 3
 
     def __init__(self, model: Model, head: Linear, layers: Sequence[int] = LAYER_SKIP) -> None:
         self.model, self.head, self.layers = model, head, layers
@@ -100,7 +98,6 @@ class BlockDrafter(Drafter):
     """
 
     name = "block"
-    positions = 3
 
     def __init__(
         self, model: Model, head: Linear, weights: dict[str, Tensor], config: dict[str, Any], max_length: int

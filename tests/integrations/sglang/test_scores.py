@@ -26,14 +26,11 @@ class Recorder:
         monkeypatch.setattr(step, "_current", self)
 
     def score(
-        self,
-        logits: Tensor,
-        position: int | None = None,
-        temperature: Tensor | None = None,
-        first: int = 0,
-        slots: Tensor | None = None,
+        self, logits: Tensor, position: int | None = None, temperature: Tensor | None = None, **places: Any
     ) -> None:
-        self.calls.append(SimpleNamespace(logits=logits, position=position, temperature=temperature, slots=slots))
+        self.calls.append(
+            SimpleNamespace(logits=logits, position=position, temperature=temperature, slots=places.get("slots"))
+        )
 
 
 def test_dflash2_scores_the_rows_that_were_walked(monkeypatch: pytest.MonkeyPatch) -> None:
