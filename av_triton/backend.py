@@ -1,6 +1,8 @@
 """Which implementation runs: the torch reference or the Triton kernel."""
 
+import functools
 import os
+from typing import Any
 
 import torch
 import triton
@@ -39,3 +41,19 @@ def _has_driver() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def compiler() -> str:
+    """What compiles the kernels here: "cuda", "hip" or "interpreter"."""
+    return "interpreter" if triton.knobs.runtime.interpret else _compiler_of(triton.runtime.driver.active)
+
+
+@functools.cache
+def _compiler_of(driver: Any) -> str:
+    return str(driver.get_current_target().backend)
+
+
+def register_ceiling() -> dict[str, int]:
+    """Launch options of the kernels over a batch. Without a ceiling ptxas spills a few bytes at 48, 64 or 80 registers
+    to fit one more block on a multiprocessor; AMD's compiler does not, and has no such option."""
+    return {"maxnreg": 128} if compiler() == "cuda" else {}

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import use_triton
+from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_vector
 from av_triton.ops.logit_max import INVALID
 from av_triton.ops.refit import SUMS, refit_reference, solve
@@ -202,6 +202,7 @@ def observe(
         state.clock, slot_admitted, slot_drafts, slots, accepted, admitted, teach, slots.shape[0],
         state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MAX_DW=max_slope_step,
         MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0], P=state.features.shape[1], BLOCK=block,
+        **register_ceiling(),
     )  # fmt: skip
 
 
@@ -354,6 +355,7 @@ def _accumulate(
         accumulate_kernel[(triton.cdiv(rows, _block(P)),)](
             features.contiguous(), accepted, admitted, slope.contiguous(), intercepts.contiguous(), strata, teach,
             sums, rows, positions, STRATA=slope.shape[0], P=P, BLOCK=_block(P),
+            **register_ceiling(),
         )  # fmt: skip
     return sums[:, :, :positions].contiguous()
 

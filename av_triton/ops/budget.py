@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import use_triton
+from av_triton.backend import compiler, register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_vector
 from av_triton.ops.segmented_topk import check_segments, explored_rows, segment_bounds, segment_offsets
 from av_triton.ops.select import (
@@ -52,9 +52,7 @@ NO_CAP = 1 << 30
 
 def ranked_per_program() -> int:
     """Drafts that one program ranks. With 128 AMD's compiler spills scalar registers, with 64 NVIDIA's vector ones."""
-    if triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().backend != "hip":
-        return 128
-    return 64
+    return 64 if compiler() == "hip" else 128
 
 
 _Q30 = tl.constexpr(float(Q30))
@@ -409,7 +407,7 @@ def propose(
         positions, options.ppm, shift, options.gain_ppm, state.counters, ranked, tickets,
         out.proposal, out.bypass, out.depth, P=P, R=R, C=512, RANK=ranked_here, AGAINST=AGAINST,
         AUTOREGRESSIVE=options.autoregressive, LOOKAHEAD=options.lookahead, NEXT=later,
-        EVERY=options.every, num_warps=8,
+        EVERY=options.every, num_warps=8, **register_ceiling(),
     )  # fmt: skip
 
 
@@ -523,7 +521,7 @@ def _choose_budget(
         torch.empty(max(rows * positions, 1), dtype=torch.int64, device=device),
         torch.zeros(count, dtype=torch.int32, device=device), budget, None, None, P=P, R=R, C=512,
         RANK=ranked_here, AGAINST=AGAINST, AUTOREGRESSIVE=False, LOOKAHEAD=policy == "lookahead", NEXT=False,
-        EVERY=1, num_warps=8,
+        EVERY=1, num_warps=8, **register_ceiling(),
     )  # fmt: skip
     return budget
 

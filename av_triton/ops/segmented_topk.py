@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import use_triton
+from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_vector
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 
@@ -153,7 +153,17 @@ def _segmented_topk(
     if rows and budgets.numel():
         P, R, warps = tile(rows, positions)
         segmented_topk_kernel[(budgets.numel(),)](
-            survival.contiguous(), drafts, budgets, segments, admitted, rows, positions, P=P, R=R, num_warps=warps
+            survival.contiguous(),
+            drafts,
+            budgets,
+            segments,
+            admitted,
+            rows,
+            positions,
+            P=P,
+            R=R,
+            num_warps=warps,
+            **register_ceiling(),
         )
     return admitted
 

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import use_triton
+from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops.segmented_topk import (
     _FORCED,
     admit,
@@ -76,7 +76,7 @@ def gather_depth(drafts, r, real, K):
 
 
 @triton.jit(
-    do_not_specialize=["rows", "num_slots", "K", "budget_value", "own", "non_draft_value", "cap", "ppm"],
+    do_not_specialize=["rows", "num_slots", "K", "budget_value", "non_draft_value", "cap", "ppm"],
     do_not_specialize_on_alignment=["slots", "drafts", "segments", "budgets", "non_draft"],
 )
 def select_kernel(
@@ -86,7 +86,6 @@ def select_kernel(
     segments,
     budgets,
     budget_value,
-    own,
     non_draft,
     non_draft_value,
     cap,
@@ -106,6 +105,7 @@ def select_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     EVERY: tl.constexpr,
+    OWN: tl.constexpr,
 ):
     """Grid (segments,). The last program to finish turns the rows' lengths into prefix sums and closes the step."""
     seg = tl.program_id(0)
@@ -152,7 +152,8 @@ def select_kernel(
     if budgets is not None:
         budget = tl.load(budgets + seg).to(tl.int32)
     scored = tl.sum(known.to(tl.int64), 0)
-    budget = tl.where((own > 0) & (scored == 0), total, budget)
+    if OWN:
+        budget = tl.where(scored == 0, total, budget)
     tokens = requests
     if non_draft is not None:
         tokens = tl.maximum(tl.load(non_draft + seg).to(tl.int32), 0)
@@ -189,7 +190,7 @@ def select_kernel(
         tl.debug_barrier()  # every thread has read the sums
         tl.store(sums + position, 0)
         tl.store(sums + P, 0)
-        tl.store(counters + 1, step + 1)
+        tl.store(counters + 1, tl.load(counters + 1) + 1)
         tl.store(counters, 0)
 
 
@@ -228,11 +229,12 @@ def select(
     P, R, warps = tile
     on_device, tokens_on_device = isinstance(budget, torch.Tensor), isinstance(non_draft, torch.Tensor)
     select_kernel[(num_segments,)](
-        scores, slots, drafts, segments, budget if on_device else None, 0 if on_device else budget, int(own),
+        scores, slots, drafts, segments, budget if on_device else None, 0 if on_device else budget,
         non_draft if tokens_on_device else None, -1 if tokens_on_device or non_draft is None else non_draft, cap,
         slots.shape[0], scores.shape[0], positions, ppm,
         state.survival, state.admitted, state.drafts, state.mean, state.sums, state.counters,
-        out.admitted, out.cu_verify, out.budget, P=P, R=R, EVERY=every, num_warps=warps,
+        out.admitted, out.cu_verify, out.budget, P=P, R=R, EVERY=every, OWN=own,
+        num_warps=warps, **register_ceiling(),
     )  # fmt: skip
 
 
