@@ -454,7 +454,8 @@ def _verifier_workloads() -> Iterator[Workload]:
     for rows, positions in ((8, 3), (64, 7), (256, 7), (1024, 7), (1024, 16)):
         for name, settings in variants.items():
             run = partial(_steps, rows, positions, av.Settings(**settings))
-            yield Workload(f"verifier {name} {rows} x {positions}", run, quick=(rows, name) in ((256, "earlier"), (64, "lookahead")))
+            quick = (rows, name) in ((256, "earlier"), (64, "lookahead"))
+            yield Workload(f"verifier {name} {rows} x {positions}", run, quick=quick)
 
 
 def _steps(rows: int, positions: int, settings: av.Settings) -> None:
