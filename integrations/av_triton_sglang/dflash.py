@@ -52,7 +52,6 @@ def draft(
         return original(worker, hidden_states=hidden_states, lm_head=lm_head, chunk_size=chunk_size)
     from sglang.srt.speculative.dflash_utils import is_dense_head_weight
 
-    context = step.current()
     weight: Any = getattr(lm_head, "weight", None)
     if not is_dense_head_weight(weight):
         raise RuntimeError("adaptive verification needs a dense LM head for DFLASH: leave out the flag")
@@ -60,6 +59,25 @@ def draft(
     if hasattr(lm_head, "shard_indices"):
         shard = lm_head.shard_indices
         weight, first_token = weight[: shard.num_org_elements], int(shard.org_vocab_start_index)
+    return _argmax_and_score(step.current(), hidden_states, weight, first_token, chunk_size)
+
+
+def draft_captured(original: Callable[..., None], sampler: Any, hidden_states: Tensor, input_ids: Any = None) -> None:
+    """As `draft`, where SGLang folds it into the draft graph. hidden_states: [B * (K + 1), H], anchors first."""
+    if not step.exists():
+        return original(sampler, hidden_states, input_ids)
+    hidden = hidden_states.unflatten(0, (-1, sampler.block_size))[:, 1:].flatten(0, 1)
+    tokens = _argmax_and_score(
+        step.current(), hidden, sampler.weight[: sampler.num_org], sampler.org_vocab_start, CHUNK
+    )
+    sampler.out[: tokens.shape[0]].copy_(tokens)
+    return None
+
+
+def _argmax_and_score(
+    context: step.StepContext, hidden_states: Tensor, weight: Tensor, first_token: int, chunk_size: int
+) -> Tensor:
+    """weight: [V, H] of the LM head, on several ranks this one's tokens, which begin at `first_token`."""
     positions = context.num_draft_positions
     rows = max(chunk_size // positions, 1) * positions
     tokens = torch.empty(hidden_states.shape[0], dtype=torch.long, device=hidden_states.device)
@@ -96,7 +114,7 @@ def pack(original: Callable[..., Any], verify_input: Any, batch: Any, target_wor
         return original(verify_input, batch, target_worker, **kwargs)
     context = step.current()
     ids = verify_input.draft_token.view(context.rows, context.num_draft_positions + 1)
-    plan = ragged.layout(context, ids.device)
+    plan = ragged.layout(context, ids.device, target_worker.model_runner)
     packed = ragged.window(batch, plan, ids, target_worker.model_runner)
     verify_input.draft_token, verify_input.positions = packed.verify_ids, packed.positions
     verify_input.ragged_verify_layout, verify_input.kv_loc_cols = plan, packed.window_index
@@ -105,7 +123,7 @@ def pack(original: Callable[..., Any], verify_input: Any, batch: Any, target_wor
         committed = committed - ids.shape[1]  # the worker has added the full width
     verify_input.live_seq_lens_cpu = committed
     batch.out_cache_loc = packed.verify_cache_loc
-    ragged.extend_host_lengths(batch, plan, committed)
+    ragged.extend_host_lengths(batch, plan, committed, ids.shape[1])
     return original(verify_input, batch, target_worker, **kwargs)
 
 
@@ -132,8 +150,9 @@ HOOKS = (
     Hook(_WORKER + "init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_WORKER + "forward_batch_generation", step.forward, AROUND),
     Hook(_WORKER + "_greedy_sample_from_vocab_parallel_head", draft, AROUND),
+    Hook("sglang.srt.speculative.dflash_worker_v2._DflashDraftSampler.__call__", draft_captured, AROUND),
     Hook("sglang.srt.models.dflash.CandidateSelector.sample_path", walk, AROUND),
     Hook(_WORKER + "_accept_block", accept, AROUND),
     Hook("sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", pack, AROUND),
-    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", ragged.unpack, AFTER),
+    *ragged.HOOKS,
 )

@@ -48,7 +48,12 @@ def build_planner(original: Callable[..., None], planner: Any, **kwargs: Any) ->
 def schedule(original: Callable[..., Any], planner: Any, *, device: Any, **kwargs: Any) -> Any:
     if not step.exists():
         return original(planner, device=device, **kwargs)
-    return ragged.layout(step.current(), device)
+    return ragged.layout(step.current(), device, planner.model_runner)
+
+
+def no_megakernel(original: Callable[..., Any], draft_model: Any) -> Any:
+    """NVIDIA's fused sampler leaves the logits of argmax rows unwritten; SGLang's own is captured instead."""
+    return original(draft_model) if flag.current() is None else None
 
 
 def no_relay(original: Callable[[], bool]) -> bool:
@@ -83,6 +88,7 @@ HOOKS = (
     Hook(_COMPONENTS + "dspark_planner.DSparkVerifyPlanner.__init__", build_planner, AROUND),
     Hook(_COMPONENTS + "dspark_planner.DSparkVerifyPlanner.schedule_layout", schedule, AROUND),
     Hook(_COMPONENTS + "dspark_draft.draft_markov_block", score, AFTER),
+    Hook(_COMPONENTS + "dspark_draft_sampler.megakernel_draft_sampler", no_megakernel, AROUND),
     Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.alloc_memory_pool", build, AFTER),
     Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs", step.measure_costs, AFTER),
     Hook(_COMPONENTS + "dspark_worker_v2.DSparkWorkerV2.forward_batch_generation", step.forward, AROUND),

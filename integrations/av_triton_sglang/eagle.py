@@ -9,18 +9,19 @@ target's forward the verify batch is packed; after it the worker gets back what 
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from av_triton_sglang import flag, ragged, step
+from av_triton_sglang import flag, graphs, ragged, step
 from av_triton_sglang.flag import FlagError
 from av_triton_sglang.hooks import AFTER, AROUND, Hook
 
 _FILE = "sglang.srt.speculative.eagle_worker_v2."
 _UTILS = "sglang.srt.speculative.eagle_utils."
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 
 
 def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,20 +40,25 @@ def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def logits_of(runner: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Shows `see` the logits of every forward of the draft runner: (how many before it, [rows, V])."""
-    forward, counter = runner.forward, itertools.count()
+def results_of(owner: Any, method: str, see: Callable[[int, Any], None]) -> Iterator[None]:
+    """Shows `see` what every call of the method returns: (how many before it, the result)."""
+    call, counter = getattr(owner, method), itertools.count()
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        see(next(counter), result.logits_output.next_token_logits)
+        result = call(*args, **kwargs)
+        see(next(counter), result)
         return result
 
-    runner.forward = observed
+    setattr(owner, method, observed)
     try:
         yield
     finally:
-        del runner.forward
+        delattr(owner, method)
+
+
+def logits_of(runner: Any, see: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+    """Shows `see` the logits of every forward of the draft runner: (how many before it, [rows, V])."""
+    return results_of(runner, "forward", lambda index, out: see(index, out.logits_output.next_token_logits))
 
 
 def temperatures(sampling_info: Any) -> Tensor | None:
@@ -86,7 +92,11 @@ def extend_decode(original: Callable[..., Any], drafter: Any, batch: Any, result
     context, width, drawn_at = step.current(), drafter.speculative_num_draft_tokens, temperatures(batch.sampling_info)
     accepted = result.accept_lens.long()
     last = torch.arange(accepted.numel(), device=accepted.device) * width + accepted - 1
-    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], 0, drawn_at)):
+    runner = drafter.cuda_graph_runner_for_draft_extend
+    replayed: AbstractContextManager[None] = nullcontext()
+    if runner is not None:  # it has taken the last position before the LM head
+        replayed = results_of(runner, "execute", lambda _, out: context.score(out.next_token_logits, 0, drawn_at))
+    with replayed, logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], 0, drawn_at)):
         return original(drafter, batch, result, **kwargs)
 
 
@@ -105,7 +115,7 @@ def pack(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any,
     context, runner = step.current(), target_worker.model_runner
     width, committed = verify_input.draft_token_num, batch.seq_lens_cpu
     ids = verify_input.draft_token.view(context.rows, width)
-    plan = ragged.layout(context, ids.device, drafts=ids)
+    plan = ragged.layout(context, ids.device, runner, drafts=ids)
     packed = ragged.window(batch, plan, ids, runner)
     standalone = runner.spec_algorithm.is_standalone()
     locations = verify_input.kv_loc_plan
@@ -122,7 +132,7 @@ def pack(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any,
     )
     total = batch.seq_lens_sum
     batch.out_cache_loc = packed.verify_cache_loc
-    ragged.extend_host_lengths(batch, plan, committed)
+    ragged.extend_host_lengths(batch, plan, committed, width)
     result = packed_input.prepare_for_verify(batch, target_worker)
 
     batch.seq_lens_cpu, batch.seq_lens_sum = committed, total
@@ -165,5 +175,6 @@ HOOKS = (
     Hook(_FILE + "EagleDraftWorker._draft_extend_for_decode", extend_decode, AROUND),
     Hook(_UTILS + "eagle_prepare_for_verify", pack, AROUND),
     Hook(_UTILS + "eagle_sample", accept, AROUND),
-    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", ragged.unpack, AFTER),
+    Hook(_GRAPHS + "get_spec_info", graphs.verify_input, AROUND),
+    *ragged.HOOKS,
 )

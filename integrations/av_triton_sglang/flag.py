@@ -29,6 +29,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_interval: decode steps between two lines in the log and two updates of /metrics; 0: none.
     dspark_head: what scores the drafts of a DSPARK checkpoint that has a confidence head of its own: the "head"
         (SGLang's own scheduler; start without the flag), or the "estimator".
+    refine_interval: decode steps between two refinements of the step costs by the times of live steps; 0: never.
+    cuda_graphs: let SGLang capture drafting and verification; written, and not yet run on a GPU.
     ragged_backends: further attention backends, registered by other plug-ins, that take ragged verify lengths.
     """
 
@@ -38,11 +40,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     coefficients: str | None = None
     save_interval: int = 10_000
     log_interval: int = 200
+    refine_interval: int = 1_000
+    cuda_graphs: bool = False
     dspark_head: Literal["head", "estimator"] = "head"
     ragged_backends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("save_interval", "log_interval"):
+        for name in ("save_interval", "log_interval", "refine_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: give a number of decode steps, or 0 for never")
 

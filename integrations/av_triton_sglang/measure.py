@@ -8,7 +8,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class VerifyForward:
         runner, device = self._runner, self._runner.device
         rows = -(-tokens // self._width)
         lengths = [tokens // rows + (row < tokens % rows) for row in range(rows)]
+        # A size that was captured is replayed, others run eagerly.
         layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[tokens])
         zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
         positions = torch.full((tokens,), self._context, dtype=torch.int64, device=device)
@@ -105,11 +106,24 @@ class VerifyForward:
             runner.forward(runner.prepare_dummy_forward_batch(batch))
 
 
-def measure_verify(forward: Callable[[int], None], max_tokens: int, progress: bool = True) -> CostTable:
-    """A table whose draft costs are still nothing."""
+def measure_verify(
+    forward: Callable[[int], None], max_tokens: int, captured: Sequence[int] | None = None, progress: bool = True
+) -> CostTable:
+    """A table whose draft costs are still nothing. captured: tokens of the verify graphs, of which no other size up to
+    the largest can run."""
     start = time.perf_counter()
+    sizes = None
+    if captured is not None:
+        sizes = [*captured, *range(captured[-1] * 2, max_tokens, captured[-1])]
     table = CostTable.measure(
-        forward, max_tokens=max_tokens, draft=lambda requests: None, max_requests=1, repeats=REPEATS, progress=progress
+        forward,
+        sizes,
+        max_tokens=max_tokens,
+        draft=lambda requests: None,
+        max_requests=1,
+        captured=captured or (),
+        repeats=REPEATS,
+        progress=progress,
     )
     logger.info(
         "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms) in %.1f s.",

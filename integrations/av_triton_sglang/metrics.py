@@ -6,17 +6,20 @@ that are moved on at an interval. Their sum over a window does not depend on whe
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from av_triton.metrics import PER_POSITION, PER_VERIFIER, Q30
-
-if TYPE_CHECKING:
-    pass
+from av_triton_sglang.step_times import Timed
 
 PREFIX = "av_triton_"
+PER_TIMED_STEP = {
+    "timed_steps": "decode steps that another one followed at once",
+    "step_seconds": "their wall time",
+    "predicted_step_seconds": "the same by the step costs in force",
+}
 
 
 class Metrics:
@@ -34,15 +37,21 @@ class Metrics:
         self._per_verifier: dict[str, Counter] = {
             name: Counter(PREFIX + name, text, names) for name, text in PER_VERIFIER.items()
         }
+        self._per_timed_step: dict[str, Counter] = {
+            name: Counter(PREFIX + name, text, names) for name, text in PER_TIMED_STEP.items()
+        }
 
-    def add(self, new: Mapping[str, npt.NDArray[np.int64]]) -> None:
-        """new: what `AdaptiveVerifier.counters` grew by."""
+    def add(self, new: Mapping[str, npt.NDArray[np.int64]], timed: Timed) -> None:
+        """new, timed: what `AdaptiveVerifier.counters` and `StepTimes.timed` grew by."""
         for name, counter in self._per_position.items():
             scale = Q30 if name == "expected_accepted" else 1
             for position, value in enumerate(new[name]):
                 counter.labels(**self._labels, position=str(position)).inc(float(value / scale))
         for name, counter in self._per_verifier.items():
             counter.labels(**self._labels).inc(float(new[name]))
+        values = timed.steps, timed.measured / 1e3, timed.predicted / 1e3
+        for counter, value in zip(self._per_timed_step.values(), values, strict=True):
+            counter.labels(**self._labels).inc(value)
 
 
 def build(arguments: Any, algorithm: str) -> Metrics | None:

@@ -9,21 +9,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from av_triton_sglang import step
+from av_triton_sglang import graphs, step
+from av_triton_sglang.hooks import AFTER, Hook
 from av_triton_sglang.step import StepContext
 
 
-def layout(context: StepContext, device: Any, drafts: Tensor | None = None) -> Any:
+def layout(context: StepContext, device: Any, runner: Any, drafts: Tensor | None = None) -> Any:
     """Plan the running step: a RaggedVerifyLayout in which row b has its anchor and `admitted[b]` drafts.
 
-    drafts: see `StepContext.plan`.
+    With a captured graph for the batch the host picks one of its sizes by an earlier proposal, and the device fills
+    exactly that; without one the host waits for the lengths. runner: the target's ModelRunner. drafts: see
+    `StepContext.plan`.
     """
-    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
-    lengths = (context.plan(drafts).admitted + 1).tolist()
-    context.times.plan(len(lengths), sum(lengths))
-    context.layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[sum(lengths)])
-    return context.layout
+    rows, sizes = context.rows, graphs.captured_sizes(runner, context.rows)
+    if sizes is None:
+        lengths = (context.plan(drafts).admitted + 1).tolist()
+        size = sum(lengths)
+        result = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[size])
+    else:
+        size = round_up_grid(rows + context.host_budget(), sizes)
+        plan = context.plan(drafts, min(size - rows, rows * context.num_draft_positions))
+        result = RaggedVerifyLayout.from_verify_lens_device(verify_lens=plan.admitted + 1, graph_num_tokens=size)
+    context.times.plan(rows, size)
+    context.layout = result
+    return result
 
 
 def window(batch: Any, plan: Any, ids: Tensor, model_runner: Any) -> Any:
@@ -42,10 +53,14 @@ def window(batch: Any, plan: Any, ids: Tensor, model_runner: Any) -> Any:
     )
 
 
-def extend_host_lengths(batch: Any, plan: Any, committed: Tensor | None) -> None:
-    """The host's copy of the sequence lengths during verification. committed: int [B] on the host, if SGLang has it."""
+def extend_host_lengths(batch: Any, plan: Any, committed: Tensor | None, width: int) -> None:
+    """The host's copy of the sequence lengths during verification, or a bound on them where only the device knows.
+
+    committed: int [B] on the host, if SGLang has it.
+    """
     if committed is not None:
-        batch.seq_lens_cpu = committed + torch.tensor(plan.verify_lens_cpu, dtype=committed.dtype)
+        known = plan.verify_lens_cpu
+        batch.seq_lens_cpu = committed + (width if known is None else torch.tensor(known, dtype=committed.dtype))
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
 
 
@@ -87,3 +102,10 @@ def cut(accepted: Tensor, plan: Any) -> Cut:
     limit = (plan.verify_lens - 1).to(accepted.dtype)
     kept = torch.minimum(accepted, limit)
     return Cut(kept, accepted > limit, accepted - kept)
+
+
+# Of the workers that do not pack by themselves.
+HOOKS = (
+    Hook("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify", graphs.by_tokens, AFTER),
+    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", unpack, AFTER),
+)

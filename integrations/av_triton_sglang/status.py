@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from av_triton.metrics import Q30, difference
 from av_triton_sglang.metrics import Metrics
+from av_triton_sglang.step_times import Timed
 
 if TYPE_CHECKING:
     from av_triton_sglang.step import StepContext
@@ -21,7 +22,7 @@ class Reporter:
     def __init__(self, context: "StepContext", metrics: Metrics | None) -> None:
         self._context, self._metrics = context, metrics
         self._last = self._counters()
-        self._timed = 0, 0.0, 0.0
+        self._timed = Timed()
 
     def _counters(self) -> dict[str, npt.NDArray[np.int64]]:
         # Copies: on a CPU they are views of what the next step adds to.
@@ -32,12 +33,10 @@ class Reporter:
         now = self._counters()
         new = difference(now, self._last)
         self._last = now
+        timed = self._context.times.timed.since(self._timed)
+        self._timed = self._context.times.timed
         if self._metrics is not None:
-            self._metrics.add(new)
-        times = self._context.times
-        timed = times.steps, times.measured, times.predicted
-        steps, measured, predicted = (one - other for one, other in zip(timed, self._timed, strict=True))
-        self._timed = timed
+            self._metrics.add(new, timed)
         # A request of K drafts counts once at the first position.
         requests = max(int(new["drafted"][0]), 1)
         logger.info(
@@ -54,8 +53,8 @@ class Reporter:
             new["refits"],
             new["explored"],
             new["bypassed"],
-            measured / max(steps, 1),
-            predicted / max(steps, 1),
+            timed.measured / max(timed.steps, 1),
+            timed.predicted / max(timed.steps, 1),
         )
 
     def status(self) -> dict[str, Any]:
@@ -69,9 +68,9 @@ class Reporter:
             "policy": status.policy,
             "backend": status.backend,
             "cost": context.cost_source,
-            "timed_steps": context.times.steps,
-            "measured_ms": context.times.measured,
-            "predicted_ms": context.times.predicted,
+            "timed_steps": context.times.timed.steps,
+            "measured_ms": context.times.timed.measured,
+            "predicted_ms": context.times.timed.predicted,
             "coefficients": {
                 name: {"slope": slope, "intercepts": list(intercepts)}
                 for name, slope, intercepts in zip(fitted.strata, fitted.slopes, fitted.intercepts, strict=True)

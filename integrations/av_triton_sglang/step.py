@@ -6,6 +6,7 @@ in one persistent buffer, -1 beyond the batch, so that the calls that a graph ma
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from av_triton import (
     merge_logit_max,
 )
 from av_triton.ops.logit_max import logit_from_partial
-from av_triton_sglang import costs, measure, metrics
+from av_triton_sglang import costs, graphs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.status import Reporter
@@ -32,6 +33,9 @@ from av_triton_sglang.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 GREEDY_STRATUM = 1
+# Steps between a proposal and the step that the host picks a graph for by it: SGLang's overlapped scheduler has waited
+# for the results of two steps back when it launches one. No rank asks whether a copy has arrived; ranks would disagree.
+LAG = 2
 
 
 def changes_target(request: Any) -> bool:
@@ -80,8 +84,14 @@ class StepContext:
         with warnings.catch_warnings():
             # Of a missing table, which is measured before anything is trimmed; of a flat one the log tells.
             warnings.simplefilter("ignore", RuntimeWarning)
+            # One slot more than the pool has, at index -1: there PyTorch writes what padding rows scored.
             self.verifier = AdaptiveVerifier(
-                num_slots, num_draft_positions, device, cost=cost, settings=self.config.settings, max_rows=max_rows
+                num_slots + 1,
+                num_draft_positions,
+                device,
+                cost=cost,
+                settings=msgspec.structs.replace(self.config.settings, lag=LAG),
+                max_rows=max_rows,
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
@@ -93,6 +103,7 @@ class StepContext:
         # Of the running step: SGLang's RaggedVerifyLayout, and accepted drafts that were cut away [B].
         self.layout: Any = None
         self.trimmed: Tensor | None = None
+        self._proposed: deque[tuple[Tensor, int]] = deque(maxlen=LAG)  # (proposal, rows) of the last plans
         self._steps = 0
         self._cache = measure.cache_file(self.config, arguments, device)
         self._clock: measure.DraftClock | None = None
@@ -162,12 +173,29 @@ class StepContext:
         state.scores[slots, :K] = torch.stack(by_stratum)[state.strata[slots].long(), rows]
         return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
 
-    def plan(self, drafts: Tensor | None = None) -> Plan:
-        """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's."""
+    def plan(self, drafts: Tensor | None = None, budget: int | None = None) -> Plan:
+        """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's.
+
+        budget: what the host has picked a graph for; None: the device decides, from earlier scores.
+        """
         if self._clock is not None:
             self._clock.stop()
         self._agree(drafts)
-        return self.verifier.plan(self.slots(self.rows), budget=self._budget())
+        plan = self.verifier.plan(self.slots(self.rows), budget=budget)
+        self._proposed.append((plan.proposal, self.rows))
+        return plan
+
+    def host_budget(self) -> int:
+        """Drafts to verify in this step, known to the host without waiting: the proposal of LAG steps back, scaled to
+        the requests of this one; in the first LAG steps all drafts."""
+        everything = self.rows * self.num_draft_positions
+        if self.config.settings.policy == "fixed":
+            fixed = self.config.settings.fixed_budget
+            return everything if fixed is None else min(fixed, everything)
+        if len(self._proposed) < LAG:
+            return everything
+        proposal, rows = self._proposed[0]
+        return min(int(proposal) * self.rows // rows, everything)
 
     def _agree(self, drafts: Tensor | None) -> None:
         if self.ranks.alone:
@@ -176,13 +204,6 @@ class StepContext:
         features, scores = state.features[slots], state.scores[slots]
         self.ranks.share(*([] if drafts is None else [drafts]), features, scores)
         state.features[slots], state.scores[slots] = features, scores
-
-    def _budget(self) -> int | None:
-        """What the host puts in force; None: the device decides, from earlier scores.
-
-        A host that picks a captured graph gives the number that it picked the graph for.
-        """
-        return None
 
     def observe(self, accepted: Tensor) -> None:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""
@@ -195,6 +216,8 @@ class StepContext:
         """After every decode step: what is reported and saved at intervals."""
         self.layout = None
         self._steps += 1
+        if self.config.refine_interval and self._steps % self.config.refine_interval == 0:
+            self._refine_costs()
         if self._clock is not None:
             self._clock.stop()
             self._time_drafting(self._clock)
@@ -223,7 +246,9 @@ class StepContext:
             return
         width = self.num_draft_positions + 1
         forward = measure.VerifyForward(target_runner, width, hidden_states)
-        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0] * width, self.ranks.is_first)
+        self._verify_costs = measure.measure_verify(
+            forward, self._slots.shape[0] * width, graphs.captured_sizes(target_runner), self.ranks.is_first
+        )
         self._clock = measure.DraftClock(self.verifier.device)
 
     def _cached_costs(self) -> CostTable | None:
@@ -245,6 +270,13 @@ class StepContext:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
             table.save(self._cache)
         self._put_in_force(table, f"measured at start-up, kept in {self._cache}")
+
+    def _refine_costs(self) -> None:
+        """At a step that all ranks share: rank 0's times decide."""
+        refined = self.ranks.share_object(self.times.refined())
+        if refined is not None:
+            self.verifier.set_cost(refined)
+            self.times.use(refined)
 
     def _put_in_force(self, table: CostTable, source: str) -> None:
         self.verifier.set_cost(table)

@@ -1,8 +1,24 @@
 """Wall time of decode steps, beside what the step costs predict for them."""
 
+import statistics
 import time
+from typing import NamedTuple
 
 from av_triton import CostTable
+
+# A refinement moves the samples around this many sizes by this share, where so many steps were timed.
+REFINED_SIZES, WEIGHT, LEAST_STEPS = 16, 0.3, 5
+
+
+class Timed(NamedTuple):
+    """Sums over timed steps, in milliseconds."""
+
+    steps: int = 0
+    measured: float = 0.0
+    predicted: float = 0.0
+
+    def since(self, earlier: "Timed") -> "Timed":
+        return Timed(self.steps - earlier.steps, self.measured - earlier.measured, self.predicted - earlier.predicted)
 
 
 class StepTimes:
@@ -12,30 +28,49 @@ class StepTimes:
     """
 
     def __init__(self, table: CostTable | None, max_requests: int, max_tokens: int) -> None:
-        self.steps = 0
-        self.measured = self.predicted = 0.0  # sums over `steps`, in milliseconds
+        self.timed = Timed()
         self._limits = max_requests, max_tokens
+        self._samples: dict[tuple[int, int], list[float]] = {}  # of steps since the last refinement, by size
         self._began = 0.0
         self._expected: float | None = None
+        self._size = 0, 0  # (requests, tokens) of the running step
         self.use(table)
 
     def use(self, table: CostTable | None) -> None:
         """The table in force from now on; None: there is none yet, and nothing is counted."""
+        self.table = table
         self._costs = None if table is None else table.dense(*self._limits)
 
     def begin(self) -> None:
         now = time.perf_counter()
         if self._expected is not None:
-            self.steps += 1
-            self.measured += (now - self._began) * 1e3
-            self.predicted += self._expected
+            milliseconds = (now - self._began) * 1e3
+            steps, measured, predicted = self.timed
+            self.timed = Timed(steps + 1, measured + milliseconds, predicted + self._expected)
+            self._samples.setdefault(self._size, []).append(milliseconds)
         self._began, self._expected = now, None
 
     def plan(self, requests: int, tokens: int) -> None:
         """What the step that began verifies, anchors included."""
         if self._costs is not None:
+            self._size = requests, tokens
             self._expected = float(self._costs.draft[requests] + self._costs.verify[tokens])
 
     def interrupt(self) -> None:
         """Something else than a decode step runs next."""
         self._expected = None
+
+    def refined(self) -> CostTable | None:
+        """The table moved towards the median times of the sizes that came most often; None: nothing was seen.
+
+        A step's time holds what the table does not: the scheduler's own work, and the contexts that requests have by
+        now. Both belong to what one more verified token is weighed against.
+        """
+        samples, self._samples = self._samples, {}
+        table = self.table
+        common = sorted(samples, key=lambda size: -len(samples[size]))[:REFINED_SIZES]
+        for requests, tokens in common:
+            times = samples[requests, tokens]
+            if table is not None and len(times) >= LEAST_STEPS:
+                table = table.refine(tokens, statistics.median(times), requests, WEIGHT)
+        return None if table is self.table else table

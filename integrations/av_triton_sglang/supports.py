@@ -70,7 +70,11 @@ def _positions(arguments: Any, config: Config) -> str | None:
 def _graphs(arguments: Any, config: Config) -> str | None:
     graphs = arguments.cuda_graph_config
     backend = getattr(getattr(graphs, "decode", None), "backend", "disabled")
-    return None if arguments.disable_cuda_graph or backend == "disabled" else f"CUDA graphs ({backend}) for decoding"
+    if arguments.disable_cuda_graph or backend == "disabled":
+        return None
+    if config.cuda_graphs and not arguments.speculative_use_rejection_sampling:
+        return None
+    return f"CUDA graphs ({backend}) for decoding"
 
 
 ONE_RANK = "admitted lengths are shared within one tensor-parallel group only"
@@ -109,8 +113,9 @@ RULES = (
     Rule(
         "cuda_graphs",
         _graphs,
-        "drafting and ragged verification inside CUDA graphs is not built yet",
-        "add --disable-cuda-graph",
+        "drafting and ragged verification inside CUDA graphs has not run on a GPU yet, and with EAGLE's rejection "
+        "sampling it is not built",
+        'add --disable-cuda-graph, or try it with {"cuda_graphs": true} (without rejection sampling)',
     ),
     Rule("dp", _when("dp_size", lambda n: n > 1, "--dp"), "replicas are not tested yet", "start one server each"),
     Rule("attn_dp", _when("attn_dp_size", lambda n: n > 1, "--attn-dp-size"), ONE_RANK, "leave it out"),

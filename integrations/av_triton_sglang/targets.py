@@ -20,6 +20,8 @@ COMMON: Mapping[str, str] = {
     STATE: "self, recv_req",
     SHUTDOWN: "self, recv_req",
     "sglang.srt.managers.overlap_utils.decide_needs_confidence_relay": "",
+    _DSPARK + "dspark_planner.ragged_capture_num_tokens": "*, model_runner",
+    _DSPARK + "dspark_planner.ragged_capture_max_slots": "*, model_runner",
 }
 
 DSPARK: Mapping[str, str] = {
@@ -35,6 +37,7 @@ DSPARK: Mapping[str, str] = {
         "*, markov_head, base_logits, anchor_tokens, draft_hidden, step_temperatures, noise, tp_sync, logits_out, "
         "greedy_draft"
     ),
+    _DSPARK + "dspark_draft_sampler.megakernel_draft_sampler": "draft_model",
     _DSPARK + "dspark_worker_v2.DSparkWorkerV2.alloc_memory_pool": (
         "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
     ),
@@ -50,7 +53,9 @@ DSPARK: Mapping[str, str] = {
 }
 
 _DFLASH = "sglang.srt.speculative.dflash_worker_v2."
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner."
 _PACKED: Mapping[str, str] = {
+    "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify": "self",
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": (
         "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, *, capture_hidden_mode, "
         "return_kv_loc_plan"
@@ -78,6 +83,7 @@ DFLASH: Mapping[str, str] = {
     _DFLASH + "DFlashWorkerV2._accept_block": (
         "self, *, candidates, next_token_logits, sampling_info, draft_input, prefix_lens, bs, target_predict"
     ),
+    _DFLASH + "_DflashDraftSampler.__call__": "self, hidden_states, input_ids",
     _DFLASH + "_commit_accept": "candidates, accept_len, bonus_tokens",
     "sglang.srt.models.dflash.CandidateSelector.sample_path": (
         "self, *, candidate_ids, scores, uniforms, temperatures, greedy_mask"
@@ -88,6 +94,11 @@ _EAGLE = "sglang.srt.speculative.eagle_worker_v2."
 
 EAGLE: Mapping[str, str] = {
     **_PACKED,
+    _GRAPHS + "get_spec_info": "self, num_tokens",
+    _GRAPHS + "_capture_ragged_verify_layout": "self, num_tokens",
+    "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute": (
+        "self, forward_batch, select_index"
+    ),
     _EAGLE + "EAGLEWorkerV2.alloc_memory_pool": (
         "self, memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator"
     ),

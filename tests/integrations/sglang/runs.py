@@ -91,16 +91,20 @@ def run(
     length: int = 120,
     prompts: list[list[int]] = PROMPTS,
     timeout: float = 240,
+    captured: list[int] | None = None,
     **sampling: Any,
 ) -> Outcome:
-    """sampling: parameters of the requests, over greedy decoding of `length` tokens."""
+    """captured: see `jobs.generate`. sampling: parameters of the requests, over greedy decoding of `length` tokens."""
     parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} | sampling
-    return _run(server, json.dumps(keywords), json.dumps(prompts), json.dumps(parameters), timeout)
+    return _run(
+        server, json.dumps(keywords), json.dumps(prompts), json.dumps(parameters), json.dumps(captured), timeout
+    )
 
 
 @lru_cache(maxsize=64)
-def _run(server: ForkServer, keywords: str, prompts: str, sampling: str, timeout: float) -> Outcome:
+def _run(server: ForkServer, keywords: str, prompts: str, sampling: str, captured: str, timeout: float) -> Outcome:
     job = {"engine": json.loads(keywords), "prompts": json.loads(prompts), "sampling": json.loads(sampling)}
+    job["captured"] = json.loads(captured)
     result, log = server.call(GENERATE, timeout=timeout, **job)
     return Outcome(job["prompts"], result["tokens"][0], result["meta"][0], result["adaptive_verification"], log)
 

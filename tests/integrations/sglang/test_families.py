@@ -62,6 +62,21 @@ def test_sampled_requests_are_served(server: ForkServer, models: Path, family: r
     assert sum(sampled.status["labelled"]) > 0
 
 
+# SGLang captures multiples of the width: for three requests the next size up is that for four.
+CAPTURED = [5, 10, 20]
+
+
+@one_family
+def test_the_host_picks_the_size_of_a_captured_graph(server: ForkServer, models: Path, family: runs.Family) -> None:
+    """Without the lengths, which stay on the device: the host goes by the proposal of two steps back."""
+    keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": family.algorithm != "DSPARK"}
+    captured = run(server, keywords, captured=CAPTURED)
+    status = captured.status
+    assert status is not None
+    assert sum(status["trimmed"]) > 0
+    runs.assert_same_text(server, plain_engine(family, models), run(server, plain_engine(family, models)), captured)
+
+
 def test_overlap_scheduling(server: ForkServer, models: Path) -> None:
     """SGLang turns it off on a CPU for all drafters but DSPARK."""
     family = FAMILIES["DSPARK"]

@@ -1,5 +1,6 @@
 """The step context and the cut of acceptance, without an engine."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +9,10 @@ import pytest
 import torch
 
 from av_triton import CostTable, Settings, logit_max_partial
-from av_triton_sglang import measure, ragged, step_times
+from av_triton_sglang import graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
-from av_triton_sglang.step import StepContext, changes_target
+from av_triton_sglang.step import LAG, StepContext, changes_target
 
 K, SLOTS, VOCAB = 4, 8, 16
 CACHE_KEY = (
@@ -132,8 +133,9 @@ def test_a_position_scored_after_the_verdicts_waits_for_the_next_step(tmp_path: 
 def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     each = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
     verify = CostTable(draft=[(1, 1e-6)], verify=[(1, 2.0), (40, 80.0)])
-    monkeypatch.setattr(measure, "measure_verify", lambda forward, tokens, progress: verify)
+    monkeypatch.setattr(measure, "measure_verify", lambda *_: verify)
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(SLOTS, 2048)))
+    monkeypatch.setattr(graphs, "captured_sizes", lambda runner: None)
     assert each.verifier.status().reason.startswith("no cost table")
     each.measure_costs(runner, hidden_states=True)
     each.reset(torch.tensor([0, 1]), [request(), request()])
@@ -179,6 +181,66 @@ def test_a_split_head_scores_as_the_whole_one(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
+def test_padding_rows_of_a_split_head_reach_no_request(tmp_path: Path) -> None:
+    each = context(tmp_path)
+    each.reset(torch.arange(SLOTS), [request()] * SLOTS)
+    each.begin(torch.tensor([1]))
+    each.ranks = Ranks(Group([torch.zeros(3, 4, K)]))
+    each.score_shard(torch.randn(4, K, VOCAB), 0, first=0)  # a graph for four rows, one of them a request
+    scored = (each.verifier.estimator.state.scores[:SLOTS, 0] >= 0).nonzero().flatten()
+    assert scored.tolist() == [1]
+
+
+def test_the_host_goes_by_the_proposal_of_two_steps_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    each = context(tmp_path, settings=Settings(exploration=0.0))
+    proposed: list[tuple[int, int]] = []
+    for slots in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2, 6], [6], [1, 2, 3, 4, 5, 6]):
+        rows = len(slots)
+        if len(proposed) < 2:
+            each.reset(torch.tensor(slots), [request()] * rows)
+        each.begin(torch.tensor(slots))
+        each.score(torch.randn(rows, K, VOCAB) * 6)
+        expected = rows * K
+        if len(proposed) >= LAG:
+            budget, then = proposed[-LAG]
+            expected = min(budget * rows // then, expected)
+        assert each.host_budget() == expected
+        plan = each.plan(budget=each.host_budget())
+        assert int(plan.admitted.sum()) == expected
+        proposed.append((int(plan.proposal), rows))
+        each.observe(torch.zeros(rows, dtype=torch.int64))
+        each.end()
+    assert len({budget / rows for budget, rows in proposed}) > 2
+
+
+def test_a_fixed_budget_is_not_scaled(tmp_path: Path) -> None:
+    each = context(tmp_path, settings=Settings(policy="fixed", fixed_budget=5))
+    for slots in ([0, 1, 2], [0, 1], [0, 1], [3]):
+        each.begin(torch.tensor(slots))
+        assert each.host_budget() == min(5, K * len(slots))
+        each.plan(budget=each.host_budget())
+
+
+def test_costs_follow_live_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take three times what was predicted for them."""
+    clock = itertools.count(0.0, 0.243)
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    each = context(tmp_path, refine_interval=20)
+    before = each.times.table
+    each.reset(torch.tensor([0]), [request()])
+    for _ in range(60):
+        each.begin(torch.tensor([0]))
+        each.times.plan(requests=1, tokens=40)
+        each.end()
+    now = each.times.table
+    assert before is not None
+    assert now is not None
+    dense, old = now.dense(1, 40), before.dense(1, 40)
+    assert 1.3 * (old.draft[1] + old.verify[40]) < dense.draft[1] + dense.verify[40] < 243.0
+    assert float(each.verifier.planner._costs.verify[40]) == pytest.approx(float(dense.verify[40]))
+
+
 def test_acceptance_is_cut_at_what_was_verified() -> None:
     plan = SimpleNamespace(verify_lens=torch.tensor([1, 3, 5], dtype=torch.int32))
     cut = ragged.cut(torch.tensor([2, 2, 1]), plan)
@@ -199,15 +261,15 @@ def test_predicted_and_measured_step_times(tmp_path: Path, monkeypatch: pytest.M
     each.begin(slots)
     times.plan(requests=1, tokens=3)
     each.begin(slots)
-    assert (times.steps, times.measured, times.predicted) == (2, pytest.approx(12.0), pytest.approx(3.0 + 7.0))
+    assert times.timed == (2, pytest.approx(12.0), pytest.approx(3.0 + 7.0))
     times.plan(requests=1, tokens=5)
     each.reset(slots, [request()])
     each.begin(slots)
-    assert times.steps == 2
+    assert times.timed.steps == 2
     # Before there are costs nothing is counted.
     times.use(None)
     times.plan(requests=1, tokens=5)
     each.begin(slots)
     times.plan(requests=1, tokens=5)
     each.begin(slots)
-    assert times.steps == 2
+    assert times.timed.steps == 2

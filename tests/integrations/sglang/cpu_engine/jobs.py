@@ -28,16 +28,22 @@ def generate(
     sampling: dict[str, Any] | list[dict[str, Any]],
     repeats: int = 1,
     retract_every: int | None = None,
+    captured: list[int] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Token ids, per-request statistics and the scheduler's state after `repeats` runs of the same prompts.
 
     retract_every: decode steps after which SGLang gives up a running request and resumes it later, as if the cache
-    were full. options: of `Engine.generate`.
+    were full. captured: plan as where SGLang has captured verify graphs of these sizes; what they would replay runs
+    eagerly. options: of `Engine.generate`.
     """
     import sglang
     from sglang.srt.managers import scheduler
 
+    if captured is not None:
+        from av_triton_sglang import graphs
+
+        graphs.captured_sizes = lambda runner, rows=1: captured
     if retract_every is not None:
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, retract_every
     start = time.perf_counter()
