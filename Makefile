@@ -47,7 +47,8 @@ test-full: lint
 	$(PYTEST) -p tests.resume --resume tests/compiled -m "not gpu" $(ARGS) $(NONE_OK)
 
 test-gpu: $(VENV)/.ready-test
-	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS) $(NONE_OK)
+	$(if $(wildcard $(SGLANG_VENV)/.ready),$(SGLANG_VENV)/bin/python -m pytest tests/gpu/test_sglang.py -m gpu $(ARGS) $(NONE_OK))
 
 # SGLang pins its own versions (6 GB), so it has an environment of its own; elsewhere these tests are skipped.
 $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.txt)
