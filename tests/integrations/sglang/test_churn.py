@@ -14,8 +14,13 @@ from tests.integrations.sglang.runs import FAMILIES, engine, plain_engine
 
 pytestmark = pytest.mark.sglang
 
-# A cache of 320 tokens for four requests of up to 150.
-SMALL = {"max_total_tokens": 320, "chunked_prefill_size": 32, "max_running_requests": 4}
+WATCHED = "tests.integrations.sglang.cpu_engine.stale:generate"
+
+
+def small(requests: int) -> dict[str, Any]:
+    """A cache that holds about two requests of up to 150 tokens for every four slots; 200 requests share 8 slots."""
+    slots = 8 if requests >= 200 else 4
+    return {"max_total_tokens": 80 * slots, "chunked_prefill_size": 32, "max_running_requests": slots}
 
 
 def workload(requests: int, seed: int = 0) -> tuple[list[list[int]], list[dict[str, Any]]]:
@@ -35,12 +40,15 @@ def workload(requests: int, seed: int = 0) -> tuple[list[list[int]], list[dict[s
     ids=FAMILIES,
 )
 @pytest.mark.parametrize("requests", [24, pytest.param(200, marks=pytest.mark.full)])
-def test_churn_leaves_the_text_alone(server: ForkServer, models: Path, family: runs.Family, requests: int) -> None:
+def test_churn_leaves_the_text_alone(
+    server: ForkServer, models: Path, tmp_path: Path, family: runs.Family, requests: int
+) -> None:
     prompts, sampling = workload(requests)
     job: dict[str, Any] = {"prompts": prompts, "sampling": sampling, "return_logprob": True, "timeout": 900}
     job["retract_every"] = 7
-    plain, _ = server.call(runs.GENERATE, engine=plain_engine(family, models) | SMALL, **job)
-    got, _ = server.call(runs.GENERATE, engine=engine(family, models, adaptive=True) | SMALL, **job)
+    plain, _ = server.call(runs.GENERATE, engine=plain_engine(family, models) | small(requests), **job)
+    adaptive = engine(family, models, adaptive=True) | small(requests)
+    got, _ = server.call(WATCHED, engine=adaptive, watch=str(tmp_path / "count"), **job)
     for index, (want, have) in enumerate(zip(plain["tokens"][0], got["tokens"][0], strict=True)):
         assert have == want, index
     for index, (want, have) in enumerate(zip(plain["meta"][0], got["meta"][0], strict=True)):
@@ -48,9 +56,21 @@ def test_churn_leaves_the_text_alone(server: ForkServer, models: Path, family: r
         assert values[1] == pytest.approx(values[0], abs=1e-3), index
     status = got["adaptive_verification"]
     assert sum(status["admitted"]) < 0.9 * sum(status["drafted"])
-    # A stale feature that is graded after its slot was reused would show as more labels than drafts.
     assert all(some <= each for some, each in zip(status["labelled"], status["admitted"], strict=True))
+    assert got["reused"] >= requests // 2
+    assert got["stale"] == 0
     assert sum(each["num_retractions"] for each in got["meta"][0]) > 0
+
+
+@pytest.mark.full
+def test_a_stale_score_would_be_seen(server: ForkServer, models: Path, tmp_path: Path) -> None:
+    """EAGLE scores a request's next first draft after its last verdicts; without resets the next request is graded
+    by it."""
+    prompts, sampling = workload(24)
+    adaptive = engine(FAMILIES["EAGLE"], models, adaptive=True) | small(24)
+    job = {"prompts": prompts, "sampling": sampling, "watch": str(tmp_path / "count"), "timeout": 900}
+    got, _ = server.call(WATCHED, engine=adaptive, forget_resets=True, **job)
+    assert got["stale"] > 0
 
 
 STREAM = "tests.integrations.sglang.cpu_engine.churn:stream"
@@ -68,7 +88,7 @@ def test_streams_aborts_and_grammars(server: ForkServer, models: Path, family: r
     for index in abort:
         sampling[int(index)] = {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}
     checkpoints.add_tokenizer(checkpoints.make(family.target, models))
-    more = SMALL | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
+    more = small(requests) | {"skip_tokenizer_init": False, "grammar_backend": "xgrammar"}
     job: dict[str, Any] = {"prompts": prompts, "sampling": sampling, "retract_every": 7, "timeout": 900}
     plain, _ = server.call(STREAM, engine=plain_engine(family, models) | more, abort={}, **job)
     got, _ = server.call(STREAM, engine=engine(family, models, adaptive=True) | more, abort=abort, **job)

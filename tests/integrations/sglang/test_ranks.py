@@ -30,12 +30,24 @@ def workload(steps: int) -> dict[str, Any]:
     "family", [FAMILIES[name] for name in ("DSPARK", "DFLASH", "EAGLE")], ids=("DSPARK", "DFLASH", "EAGLE")
 )
 @pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.full)])
+# Of verify graphs: then both hosts pick a size by the proposal of two steps back.
+@pytest.mark.parametrize("captured", [None, pytest.param([5, 10, 20], marks=pytest.mark.full)], ids=("eager", "sizes"))
 def test_ranks_decide_alike(
-    server: ForkServer, models: Path, tmp_path: Path, family: runs.Family, noise: float, steps: int
+    server: ForkServer,
+    models: Path,
+    tmp_path: Path,
+    family: runs.Family,
+    noise: float,
+    steps: int,
+    captured: list[int] | None,
 ) -> None:
     job = workload(steps)
     keywords = engine(family, models, adaptive=True, settings={"refit_interval": 8}) | {"tp_size": 2}
-    result, _ = server.call(JOB, timeout=500, engine=keywords, folder=str(tmp_path), noise=noise, **job)
+    if captured is not None and family.algorithm == "DSPARK":
+        keywords["disable_overlap_schedule"] = False
+    result, _ = server.call(
+        JOB, timeout=500, engine=keywords, folder=str(tmp_path), noise=noise, captured=captured, **job
+    )
     first, second = result["ranks"]
     assert len(first) >= steps
     for step, (one, other) in enumerate(zip(first, second, strict=True)):
