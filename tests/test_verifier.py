@@ -426,6 +426,32 @@ def test_a_drafter_of_which_nothing_pays_stops_drafting_and_comes_back(backend):
     assert min(depths[-8:]) > 0
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_the_depth_of_an_exploring_step_comes_from_the_plan_before_it(backend, lag):
+    """Whatever the lag of the proposals: drafting follows at once."""
+    settings = Settings(exploration=0.05, autoregressive=True, lag=lag, initial_slopes=(1.0, 1.0))
+    cost = CostTable(draft=[(1, 1.0), (4, 1.0)], verify=[(1, 4.0), (24, 12.0)])
+    verifier = make(settings, cost=cost, slots=4)
+    slots, depth, depths = ints(0, 1, 2, 3), K, []
+    for _ in range(70):
+        for k in range(depth):
+            verifier.score(odds(0.5)[:, k], slots, position=k)
+        drafts = torch.full((4,), depth, dtype=torch.int32)
+        plan = verifier.plan(slots, drafts, budget=4 * depth if lag else None)
+        depths.append(depth)
+        depth = int(plan.draft_depth)
+        verifier.observe(slots, ints(0, 0, 0, 0))
+    assert [step for step, d in enumerate(depths) if d == K and step > 5] == [32, 64]
+
+
+def test_the_proposal_before_anything_was_scored_is_everything(backend):
+    """A host that goes by it must learn something."""
+    verifier = make(Settings(exploration=0.0, autoregressive=True, lag=2), cost=LINEAR)
+    plan = verifier.plan(ints(0, 1, 2), budget=0)
+    assert plan.proposal.tolist() == [3 * K]
+    assert plan.draft_depth.tolist() == [K]
+
+
 def test_exploration_can_be_turned_off():
     verifier = make(Settings(exploration=0.0, policy="fixed", fixed_budget=0))
     for _ in range(8):

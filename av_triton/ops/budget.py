@@ -245,6 +245,9 @@ def budget_kernel(
         now_ms = draft_ms * deepest / K if AUTOREGRESSIVE else draft_ms
         state = 0
         best_depth = K
+        unknown = False
+        if mean is not None:
+            unknown = tl.load(mean) < 0.0
         if LOOKAHEAD:
             choice = _look_ahead(base, accepted, tokens, now_ms, verify, num_costs, limit, C)
         else:
@@ -263,6 +266,7 @@ def budget_kernel(
                     best_depth = tl.where(ratio > deep_best, d, best_depth)
                     deep_choice = tl.where(ratio > deep_best, at, deep_choice)
                     deep_best = tl.maximum(ratio, deep_best)
+                best_depth = tl.where(unknown, K, best_depth)
                 if NEXT:
                     choice = deep_choice
                     limit = tl.minimum(requests * best_depth, room)
@@ -271,17 +275,15 @@ def budget_kernel(
                 threshold = tl.cast(gain_ppm, tl.float64) / _PPM * tl.where(was > 0, _HYSTERESIS, 1.0)
                 state = (best / at_limit - 1.0 < threshold).to(tl.int32)
                 choice = tl.where(state > 0, limit, choice)
-        if mean is not None:
-            unknown = tl.load(mean) < 0.0
-            choice = tl.where(unknown, limit, choice)
-            best_depth = tl.where(unknown, K, best_depth)
+        choice = tl.where(unknown, limit, choice)
         if counters is not None:
-            step = tl.load(counters + 1) + shift
-            count, _start = explored_rows(step, requests, ppm, EVERY)
+            step = tl.load(counters + 1)
+            count, _start = explored_rows(step + shift, requests, ppm, EVERY)
             choice = tl.maximum(choice, tl.minimum(count * K, limit.to(tl.int64)).to(tl.int32))
-            # The depth is for the next drafting, which is the proposal's own step only if that is still to come.
+            # The depth is for the next drafting, the proposal for its own step. NEXT: this step has been counted.
             if not NEXT:
-                count, _start = explored_rows(step + 1, requests, ppm, EVERY)
+                step += 1
+            count, _start = explored_rows(step, requests, ppm, EVERY)
             best_depth = tl.where(count > 0, K, best_depth)
             tl.atomic_add(counters + 3, tl.cast(state, tl.int64), sem="relaxed")
         if padded is not None:
@@ -427,7 +429,7 @@ def _propose_torch(
 ) -> None:
     rows, last_token = slots.shape[0], len(costs.verify) - 1
     offsets = segment_offsets(segments, rows)
-    step = int(state.counters[STEPS]) + shift
+    now = int(state.counters[STEPS])
     column = torch.arange(positions, device=slots.device)
     for seg, (first, last) in enumerate(itertools.pairwise(offsets)):
         slot = slots[first:last].long()
@@ -441,8 +443,7 @@ def _propose_torch(
         drafted = column < depth[:, None]
         if options.lookahead:
             p = scores[at, :positions]
-            now = step if later else int(state.counters[STEPS])
-            number, start = explored_rows_reference(now, requests, options.ppm, options.every)
+            number, start = explored_rows_reference(now + shift if later else now, requests, options.ppm, options.every)
             place = torch.arange(requests, device=slots.device)
             first_of_all = ((place - start) % max(requests, 1) < number) | (drafted & (p < 0)).any(1)
             s = torch.where(first_of_all[:, None], 1.0, survival_reference(p))
@@ -476,18 +477,18 @@ def _propose_torch(
                     cost = draft_ms * d / positions + verify
                     found.append(_best(q[position < d], accepted, cost, min(requests * d, room)))
                 ratios = [ratio for _, ratio, _ in found]
-                best_depth = ratios.index(max(ratios))
+                best_depth = positions if float(state.mean[0]) < 0 else ratios.index(max(ratios))
                 if later:
                     choice, limit = found[best_depth][0], min(requests * best_depth, room)
             threshold = options.gain_ppm / 1e6 * (HYSTERESIS if int(out.bypass[seg]) else 1.0)
             bypassed = int(at_limit > 0 and best / at_limit - 1.0 < threshold)
             choice = limit if bypassed else choice
         if float(state.mean[0]) < 0:
-            choice, best_depth = limit, positions
-        count, _ = explored_rows_reference(step, requests, options.ppm, options.every)
+            choice = limit
+        count, _ = explored_rows_reference(now + shift, requests, options.ppm, options.every)
         choice = max(choice, min(count * positions, limit))
-        # The depth is for the next drafting, which is the proposal's own step only if that is still to come.
-        upcoming, _ = explored_rows_reference(step if later else step + 1, requests, options.ppm, options.every)
+        # The depth is for the next drafting, the proposal for its own step. Later: this step has been counted.
+        upcoming, _ = explored_rows_reference(now if later else now + 1, requests, options.ppm, options.every)
         best_depth = positions if upcoming else best_depth
         size = int(costs.padded[min(tokens + choice, last_token)])
         out.proposal[seg] = min(max(size - tokens, choice), limit)

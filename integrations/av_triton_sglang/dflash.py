@@ -67,9 +67,8 @@ def draft_captured(original: Callable[..., None], sampler: Any, hidden_states: T
     if not step.exists():
         return original(sampler, hidden_states, input_ids)
     hidden = hidden_states.unflatten(0, (-1, sampler.block_size))[:, 1:].flatten(0, 1)
-    tokens = _argmax_and_score(
-        step.current(), hidden, sampler.weight[: sampler.num_org], sampler.org_vocab_start, CHUNK
-    )
+    weight = sampler.weight[: sampler.num_org]
+    tokens = _argmax_and_score(step.current(), hidden, weight, sampler.org_vocab_start, hidden.shape[0])
     sampler.out[: tokens.shape[0]].copy_(tokens)
     return None
 

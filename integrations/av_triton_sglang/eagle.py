@@ -134,6 +134,7 @@ def pack(original: Callable[..., Any], verify_input: Any, pool: Any, batch: Any,
     batch.out_cache_loc = packed.verify_cache_loc
     ragged.extend_host_lengths(batch, plan, committed, width)
     result = packed_input.prepare_for_verify(batch, target_worker)
+    result[0].mark_forward_metadata_ready()
 
     batch.seq_lens_cpu, batch.seq_lens_sum = committed, total
     batch.spec_info, batch.input_ids = verify_input, verify_input.draft_token

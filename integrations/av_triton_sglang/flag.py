@@ -49,6 +49,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("save_interval", "log_interval", "refine_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: give a number of decode steps, or 0 for never")
+        if self.settings.lag:
+            raise ValueError(f"settings.lag = {self.settings.lag}: leave it out; it is that of SGLang's scheduler")
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,8 @@ REPEATS = 3
 DRAFT_STEPS = 5
 
 
-def cache_file(config: Config, arguments: Any, device: str) -> Path:
-    """Where the costs of this server are kept."""
+def cache_file(config: Config, arguments: Any, device: str, captured: Sequence[int] | None) -> Path:
+    """Where the costs of this server are kept. captured: tokens of its verify graphs."""
     folder = config.cost_cache or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "av_triton"
     )
@@ -37,6 +37,7 @@ def cache_file(config: Config, arguments: Any, device: str) -> Path:
     key = {
         "packages": {name: version(name) for name in ("av-triton", "sglang", "torch")},
         "gpu": torch.cuda.get_device_name() if cuda else "cpu",
+        "captured": captured,
         **{
             name: getattr(arguments, name)
             for name in (

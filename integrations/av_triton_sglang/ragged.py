@@ -17,9 +17,10 @@ from av_triton_sglang.step import StepContext
 def layout(context: StepContext, device: Any, runner: Any, drafts: Tensor | None = None) -> Any:
     """Plan the running step: a RaggedVerifyLayout in which row b has its anchor and `admitted[b]` drafts.
 
-    With a captured graph for the batch the host picks one of its sizes by an earlier proposal, and the device fills
-    exactly that; without one the host waits for the lengths. runner: the target's ModelRunner. drafts: see
-    `StepContext.plan`.
+    With captured graphs for the batch the host picks one of their sizes by an earlier proposal, and the device fills
+    it, as far as there are drafts; without them the host waits for the lengths.
+
+    runner: the target's ModelRunner. drafts: see `StepContext.plan`.
     """
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout, round_up_grid
 
@@ -29,8 +30,11 @@ def layout(context: StepContext, device: Any, runner: Any, drafts: Tensor | None
         size = sum(lengths)
         result = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[size])
     else:
-        size = round_up_grid(rows + context.host_budget(), sizes)
-        plan = context.plan(drafts, min(size - rows, rows * context.num_draft_positions))
+        budget = context.host_budget()
+        size = round_up_grid(rows + budget, sizes)
+        if context.config.settings.policy != "fixed":
+            budget = min(size - rows, rows * context.num_draft_positions)
+        plan = context.plan(drafts, budget)
         result = RaggedVerifyLayout.from_verify_lens_device(verify_lens=plan.admitted + 1, graph_num_tokens=size)
     context.times.plan(rows, size)
     context.layout = result

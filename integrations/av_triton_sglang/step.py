@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,13 @@ class StepContext:
         self.trimmed: Tensor | None = None
         self._proposed: deque[tuple[Tensor, int]] = deque(maxlen=LAG)  # (proposal, rows) of the last plans
         self._steps = 0
-        self._cache = measure.cache_file(self.config, arguments, device)
+        self._cache_file = partial(measure.cache_file, self.config, arguments, device)
         self._clock: measure.DraftClock | None = None
         self._verify_costs: CostTable | None = None
-        self.times = StepTimes(cost, max_rows, max_rows * (num_draft_positions + 1))
+        # On a GPU an overlapped host is one step ahead: between two begins of its steps the device ran the one before.
+        ahead = self.verifier.device.type == "cuda" and not arguments.disable_overlap_schedule
+        max_tokens = max_rows * (num_draft_positions + 1)
+        self.times = StepTimes(cost, max_rows, max_tokens, behind=int(ahead), keep=self.config.refine_interval > 0)
         self._reporter = Reporter(
             self, metrics.build(arguments, str(launch.algorithm)) if self.ranks.is_first else None
         )
@@ -238,8 +242,12 @@ class StepContext:
 
         hidden_states: whether the drafter reads the target's. Drafting is timed later, in the first decode steps.
         """
+        captured, given = graphs.captured_sizes(target_runner), self.times.table
+        if given is not None and captured is not None and not given.captured:
+            self._put_in_force(msgspec.structs.replace(given, captured=captured), self.cost_source)
         if not self._wants_cost:
             return
+        self._cache = self._cache_file(captured)
         cached = self.ranks.share_object(self._cached_costs())
         if cached is not None:
             self._put_in_force(cached, f"{self._cache} (measured before)")
@@ -247,7 +255,7 @@ class StepContext:
         width = self.num_draft_positions + 1
         forward = measure.VerifyForward(target_runner, width, hidden_states)
         self._verify_costs = measure.measure_verify(
-            forward, self._slots.shape[0] * width, graphs.captured_sizes(target_runner), self.ranks.is_first
+            forward, self._slots.shape[0] * width, captured, self.ranks.is_first
         )
         self._clock = measure.DraftClock(self.verifier.device)
 

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import deque
 from typing import NamedTuple
 
 from av_triton import CostTable
@@ -24,16 +25,18 @@ class Timed(NamedTuple):
 class StepTimes:
     """Of steps that another decode step follows at once: the time from one begin to the next.
 
-    After a prefill, or when the server had nothing to do, that time would not be the step's.
+    After a prefill, or when the server had nothing to do, that time would not be the step's. behind: how many steps
+    the device is behind the host, so that this time is the one of an earlier step. keep: for `refined`.
     """
 
-    def __init__(self, table: CostTable | None, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self, table: CostTable | None, max_requests: int, max_tokens: int, behind: int = 0, keep: bool = True
+    ) -> None:
         self.timed = Timed()
-        self._limits = max_requests, max_tokens
+        self._limits, self._keep = (max_requests, max_tokens), keep
         self._samples: dict[tuple[int, int], list[float]] = {}  # of steps since the last refinement, by size
         self._began = 0.0
-        self._expected: float | None = None
-        self._size = 0, 0  # (requests, tokens) of the running step
+        self._planned: deque[tuple[tuple[int, int], float]] = deque(maxlen=behind + 1)  # (size, predicted)
         self.use(table)
 
     def use(self, table: CostTable | None) -> None:
@@ -43,22 +46,24 @@ class StepTimes:
 
     def begin(self) -> None:
         now = time.perf_counter()
-        if self._expected is not None:
+        if len(self._planned) == self._planned.maxlen:
             milliseconds = (now - self._began) * 1e3
+            size, expected = self._planned.popleft()
             steps, measured, predicted = self.timed
-            self.timed = Timed(steps + 1, measured + milliseconds, predicted + self._expected)
-            self._samples.setdefault(self._size, []).append(milliseconds)
-        self._began, self._expected = now, None
+            self.timed = Timed(steps + 1, measured + milliseconds, predicted + expected)
+            if self._keep:
+                self._samples.setdefault(size, []).append(milliseconds)
+        self._began = now
 
     def plan(self, requests: int, tokens: int) -> None:
         """What the step that began verifies, anchors included."""
         if self._costs is not None:
-            self._size = requests, tokens
-            self._expected = float(self._costs.draft[requests] + self._costs.verify[tokens])
+            expected = float(self._costs.draft[requests] + self._costs.verify[tokens])
+            self._planned.append(((requests, tokens), expected))
 
     def interrupt(self) -> None:
         """Something else than a decode step runs next."""
-        self._expected = None
+        self._planned.clear()
 
     def refined(self) -> CostTable | None:
         """The table moved towards the median times of the sizes that came most often; None: nothing was seen.

@@ -41,11 +41,24 @@ def generate(engine: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("captured", [False, True], ids=("eager", "graphs"))
 @pytest.mark.parametrize("family", runs.FAMILIES.values(), ids=runs.FAMILIES)
-def test_text_is_that_of_plain_decoding(installed: None, tmp_path: Path, family: Any, captured: bool) -> None:
+def test_text_is_that_of_plain_decoding(
+    installed: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    family: Any,
+    captured: bool,
+) -> None:
+    monkeypatch.setenv("SGLANG_LOG_DECODE_GRAPH_KEY", "1")
     plain_engine = runs.plain_engine(family, tmp_path)
     adaptive_engine = runs.engine(family, tmp_path, adaptive=True, cuda_graphs=captured)
     plain = generate(plain_engine)
+    capfd.readouterr()
     adaptive = generate(adaptive_engine | {"disable_cuda_graph": not captured})
+    replays = [line for line in "".join(capfd.readouterr()).splitlines() if "Decode graph replay: worker=" in line]
+    assert any("worker=target" in line for line in replays) == captured
+    if family.algorithm in ("DSPARK", "DFLASH"):
+        assert any("worker=draft" in line for line in replays) == captured
     status = adaptive["adaptive_verification"]
     assert status["active"]
     assert status["backend"] == "triton"

@@ -222,6 +222,23 @@ def test_a_fixed_budget_is_not_scaled(tmp_path: Path) -> None:
         each.plan(budget=each.host_budget())
 
 
+def test_a_device_one_step_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host begins a step when the device ends the last but one; the device takes 4 ms for each token."""
+    times = step_times.StepTimes(CostTable(draft=[(1, 1e-6)], verify=[(1, 1.0), (9, 9.0)]), 1, 9, behind=1)
+    prefill = 25
+    work = [2, 9, 3, prefill, 5, 7, 4, 6]
+    ends = [0.0, 0.0, *(0.004 * end for end in itertools.accumulate(work))]
+    for now, tokens in zip(ends, work, strict=False):
+        monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda now=now: now))
+        if tokens == prefill:
+            times.interrupt()
+        else:
+            times.begin()
+            times.plan(1, tokens)
+    timed = {tokens: values for (_, tokens), values in times._samples.items()}
+    assert timed == {tokens: [pytest.approx(4.0 * tokens)] for tokens in (2, 5, 7)}
+
+
 def test_costs_follow_live_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take three times what was predicted for them."""
     clock = itertools.count(0.0, 0.243)
