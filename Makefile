@@ -40,17 +40,19 @@ lint: $(VENV)/.ready-test
 test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests --ignore=tests/compiled --ignore=tests/gpu -m "$(SELECT)" $(ARGS) $(NONE_OK)
 	$(PYTEST) tests/compiled -m "$(SELECT)" $(ARGS) $(NONE_OK)
+	$(MAKE) test-sglang
 
 # Resumable: tests that have passed on the same sources are not run again.
 test-full: lint
 	TRITON_INTERPRET=1 $(PYTEST) -p tests.resume --resume tests --ignore=tests/compiled --ignore=tests/gpu -m "not gpu" $(ARGS) $(NONE_OK)
 	$(PYTEST) -p tests.resume --resume tests/compiled -m "not gpu" $(ARGS) $(NONE_OK)
+	$(MAKE) test-sglang SELECT="not gpu" ARGS="-p tests.resume --resume $(ARGS)"
 
 test-gpu: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS) $(NONE_OK)
 	$(if $(wildcard $(SGLANG_VENV)/.ready),$(SGLANG_VENV)/bin/python -m pytest tests/gpu/test_sglang.py -m gpu $(ARGS) $(NONE_OK))
 
-# SGLang pins its own versions (6 GB), so it has an environment of its own; elsewhere these tests are skipped.
+# SGLang pins its own versions (6 GB), so it has an environment of its own; in the other these tests are skipped.
 $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.txt)
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --no-compile -r $(SGLANG_TESTS)/requirements.txt
@@ -58,7 +60,7 @@ $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_TESTS)/requirements*.t
 	@touch $@
 
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) -m "$(SELECT)" $(ARGS)
+	$(SGLANG_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(SGLANG_TESTS) -m "$(SELECT)" $(ARGS) $(NONE_OK)
 
 # SGLang's planner is compared where `make test-sglang` has installed it.
 bench: $(VENV)/.ready-bench

@@ -83,6 +83,7 @@ def test_eagle_scores_at_the_temperature_of_rejection_sampling(monkeypatch: pyte
     drafter = SimpleNamespace(
         draft_runner=runner_of([torch.zeros(2, VOCAB), torch.ones(2, VOCAB), torch.ones(2, VOCAB), extended]),
         speculative_num_draft_tokens=width,
+        cuda_graph_runner_for_draft_extend=None,
     )
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_idle=lambda: False),
@@ -104,6 +105,13 @@ def test_eagle_scores_at_the_temperature_of_rejection_sampling(monkeypatch: pyte
     assert recorder.calls[0].slots.tolist() == [4, 2]
     # After the last accepted token of each row: columns 2 and 0 of their windows.
     assert recorder.calls[3].logits[:, 0].tolist() == [2.0, 3.0]
+    # A captured draft extend has taken them already.
+    replay = SimpleNamespace(execute=lambda: SimpleNamespace(next_token_logits=torch.full((2, VOCAB), 7.0)))
+    drafter.cuda_graph_runner_for_draft_extend = replay
+    accepted = SimpleNamespace(accept_lens=torch.tensor([3, 1]))
+    eagle.extend_decode(lambda drafter, *_, **__: replay.execute(), drafter, batch, accepted)
+    assert recorder.calls[4].position == 0
+    assert recorder.calls[4].logits[:, 0].tolist() == [7.0, 7.0]
     for call in recorder.calls:
         given = None if call.temperature is None else call.temperature.tolist()
         assert given == (pytest.approx([0.7, 1.3]) if drawn else None)
