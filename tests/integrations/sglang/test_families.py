@@ -71,6 +71,7 @@ def test_the_host_picks_the_size_of_a_captured_graph(server: ForkServer, models:
     """Without the lengths, which stay on the device: the host goes by the proposal of two steps back."""
     keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": family.algorithm != "DSPARK"}
     captured = run(server, keywords, captured=CAPTURED)
+    assert ("overlapped event loop" in captured.log) == (family.algorithm == "DSPARK")
     status = captured.status
     assert status is not None
     assert sum(status["trimmed"]) > 0
@@ -82,6 +83,7 @@ def test_overlap_scheduling(server: ForkServer, models: Path) -> None:
     family = FAMILIES["DSPARK"]
     keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": False}
     overlapped = run(server, keywords)
+    assert "overlapped event loop" in overlapped.log
     assert overlapped.status is not None
     assert sum(overlapped.status["trimmed"]) > 0
     plain = plain_engine(family, models)

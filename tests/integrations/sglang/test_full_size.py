@@ -34,6 +34,7 @@ def test_text_and_savings(server: ForkServer, models: Path, family: runs.Family,
     static = run(server, engine(family, models), concurrency)
     adaptive = run(server, engine(family, models, adaptive=True), concurrency)
     assert [len(each) for each in adaptive.tokens] == [LENGTH] * len(PROMPTS)
+    assert ("overlapped event loop" in adaptive.log) == (family.algorithm == "DSPARK")
     runs.assert_same_text(server, plain_engine(family, models), plain, adaptive)
     before, after = ((each.verified(family), each.steps, each.decoded) for each in (static, adaptive))
     per_step = [verified / steps for verified, steps, _ in (before, after)]

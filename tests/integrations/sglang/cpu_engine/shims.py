@@ -105,6 +105,10 @@ def _row_argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
+def _say_overlap(scheduler: Any) -> None:
+    print("overlapped event loop", flush=True)
+
+
 def _no_device_collectives(original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
     for name in ("use_pynccl", "use_mscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce"):
         if name in kwargs:
@@ -142,6 +146,7 @@ def install() -> None:
             HookType.REPLACE,
         ),
         ("sglang.kernels.ops.speculative.row_argmax.row_argmax", _row_argmax, HookType.REPLACE),
+        ("sglang.srt.managers.scheduler.Scheduler.event_loop_overlap", _say_overlap, HookType.BEFORE),
         ("sglang.srt.speculative.eagle_utils._verify_uses_greedy", _sample_on_cpu, HookType.AROUND),
         (
             "sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
