@@ -64,12 +64,11 @@ def test_churn_leaves_the_text_alone(
 
 @pytest.mark.full
 def test_a_stale_score_would_be_seen(server: ForkServer, models: Path, tmp_path: Path) -> None:
-    """EAGLE scores a request's next first draft after its last verdicts; without resets the next request is graded
-    by it."""
+    """EAGLE scores a next first draft after a request's last verdicts; without a reset the next request is graded."""
     prompts, sampling = workload(24)
     adaptive = engine(FAMILIES["EAGLE"], models, adaptive=True) | small(24)
     job = {"prompts": prompts, "sampling": sampling, "watch": str(tmp_path / "count"), "timeout": 900}
-    got, _ = server.call(WATCHED, engine=adaptive, forget_resets=True, **job)
+    got, _ = server.call(WATCHED, engine=adaptive, forget=True, **job)
     assert got["stale"] > 0
 
 

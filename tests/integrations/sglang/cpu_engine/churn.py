@@ -20,7 +20,7 @@ def stream(
     scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, retract_every
 
     async def one(running: Any, index: int) -> dict[str, Any]:
-        rid, tokens, meta = f"request-{index}", [], {}
+        rid, tokens, meta = f"request-{index:04}", [], {}  # an abort takes every request whose name begins alike
         chunks = await running.async_generate(
             input_ids=prompts[index], sampling_params=sampling[index], return_logprob=True, stream=True, rid=rid
         )

@@ -1,5 +1,6 @@
 """A job for the fork server: an engine, watched for scores of one request that are graded for the next in its slot."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,34 +8,40 @@ from typing import Any
 from tests.integrations.sglang.cpu_engine import jobs
 
 
-def generate(watch: str, forget_resets: bool = False, **job: Any) -> dict[str, Any]:
-    """As `jobs.generate`. Adds "reused": resets of slots that had been scored, and "stale": graded rows whose scores
-    are older than the last reset of their slot. watch: a file to count in.
+def generate(watch: str, forget: bool = False, **job: Any) -> dict[str, Any]:
+    """As `jobs.generate`. Adds "reused": resets of slots that had been scored, and "stale": graded scores
+    that are older than the last reset of their slot. watch: a file to count in.
 
-    forget_resets: plant the mistake that has to be seen.
+    forget: plant the mistake that has to be seen: no reset, and EAGLE's first draft after a prefill not scored.
     """
     from av_triton_sglang.step import StepContext
 
     reset, score, observe = StepContext.reset, StepContext.score, StepContext.observe
-    scored: set[int] = set()
+    scored: set[tuple[int, int]] = set()  # (slot, position), since the slot's last reset
     count = {"reused": 0, "stale": 0}
 
     def on_reset(context: Any, slots: Any, requests: list[Any]) -> None:
-        if not forget_resets:
+        if not forget:
             reset(context, slots, requests)
-        count["reused"] += len(scored.intersection(slots.tolist()))
-        scored.difference_update(slots.tolist())
+        old = {each for each in scored if each[0] in slots.tolist()}
+        count["reused"] += len({slot for slot, _ in old})
+        scored.difference_update(old)
 
     def on_score(
         context: Any, logits: Any, position: Any = None, temperature: Any = None, first: int = 0, slots: Any = None
     ) -> None:
+        if forget and slots is not None:
+            return
         score(context, logits, position, temperature, first, slots)
-        scored.update((context.slots(logits.shape[0], first) if slots is None else slots).tolist())
+        rows = context.slots(logits.shape[0], first) if slots is None else slots
+        positions = range(context.num_draft_positions) if position is None else [position]
+        scored.update(itertools.product(rows.tolist(), positions))
 
     def on_observe(context: Any, accepted: Any) -> None:
         slots, scores = context.slots(context.rows), context.verifier.estimator.state.scores
-        graded = slots[(scores[slots] >= 0).any(1)].tolist()
-        count["stale"] += len(set(graded) - scored)
+        rows, positions = (scores[slots] >= 0).nonzero(as_tuple=True)
+        graded = set(zip(slots[rows].tolist(), positions.tolist(), strict=True))
+        count["stale"] += len(graded - scored)
         observe(context, accepted)
         Path(watch).write_text(json.dumps(count))
 
