@@ -153,18 +153,9 @@ def _segmented_topk(
     if rows and budgets.numel():
         P, R, warps = tile(rows, positions)
         segmented_topk_kernel[(budgets.numel(),)](
-            survival.contiguous(),
-            drafts,
-            budgets,
-            segments,
-            admitted,
-            rows,
-            positions,
-            P=P,
-            R=R,
-            num_warps=warps,
+            survival.contiguous(), drafts, budgets, segments, admitted, rows, positions, P=P, R=R, num_warps=warps,
             **register_ceiling(),
-        )
+        )  # fmt: skip
     return admitted
 
 
