@@ -27,7 +27,8 @@ def test_a_table_is_markdown():
     assert results.table(("a", "b"), [("x", 1)]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
 
 
-def test_the_interval_of_a_mean_covers_it_as_often_as_it_says(rng):
+def test_the_interval_of_a_mean_covers_it_as_often_as_it_says():
+    rng = np.random.default_rng(0)
     cluster = np.repeat(np.arange(80), 5)
     covered = 0
     for trial in range(200):
