@@ -27,6 +27,11 @@ class Family(NamedTuple):
     options: dict[str, Any]
     target: str = "target"
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether SGLang's overlapped event loop runs on a CPU: it turns it off for the EAGLE worker there."""
+        return self.algorithm in ("DSPARK", "DFLASH")
+
 
 FAMILIES = {
     "DSPARK": Family("DSPARK", "dspark", 5, {}),

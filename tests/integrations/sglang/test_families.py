@@ -69,18 +69,18 @@ CAPTURED = [5, 10, 20]
 @one_family
 def test_the_host_picks_the_size_of_a_captured_graph(server: ForkServer, models: Path, family: runs.Family) -> None:
     """Without the lengths, which stay on the device: the host goes by the proposal of two steps back."""
-    keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": family.algorithm != "DSPARK"}
+    keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": not family.overlaps}
     captured = run(server, keywords, captured=CAPTURED)
-    assert ("overlapped event loop" in captured.log) == (family.algorithm == "DSPARK")
+    assert ("overlapped event loop" in captured.log) == family.overlaps
     status = captured.status
     assert status is not None
     assert sum(status["trimmed"]) > 0
     runs.assert_same_text(server, plain_engine(family, models), run(server, plain_engine(family, models)), captured)
 
 
-def test_overlap_scheduling(server: ForkServer, models: Path) -> None:
-    """SGLang turns it off on a CPU for all drafters but DSPARK."""
-    family = FAMILIES["DSPARK"]
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.overlaps])
+def test_overlap_scheduling(server: ForkServer, models: Path, name: str) -> None:
+    family = FAMILIES[name]
     keywords = engine(family, models, adaptive=True) | {"disable_overlap_schedule": False}
     overlapped = run(server, keywords)
     assert "overlapped event loop" in overlapped.log

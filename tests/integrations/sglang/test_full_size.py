@@ -21,7 +21,6 @@ PROMPTS = [[_pick.randrange(3, 512) for _ in range(_pick.choice((2, 5, 20, 60)))
 
 
 def run(server: ForkServer, keywords: dict[str, Any], concurrency: int) -> runs.Outcome:
-    # SGLang turns overlap scheduling off on a CPU for all drafters but DSPARK.
     options = {"max_running_requests": concurrency, "disable_overlap_schedule": False}
     return runs.run(server, keywords | options, LENGTH, PROMPTS, timeout=1800)
 
@@ -34,7 +33,7 @@ def test_text_and_savings(server: ForkServer, models: Path, family: runs.Family,
     static = run(server, engine(family, models), concurrency)
     adaptive = run(server, engine(family, models, adaptive=True), concurrency)
     assert [len(each) for each in adaptive.tokens] == [LENGTH] * len(PROMPTS)
-    assert ("overlapped event loop" in adaptive.log) == (family.algorithm == "DSPARK")
+    assert ("overlapped event loop" in adaptive.log) == family.overlaps
     runs.assert_same_text(server, plain_engine(family, models), plain, adaptive)
     before, after = ((each.verified(family), each.steps, each.decoded) for each in (static, adaptive))
     per_step = [verified / steps for verified, steps, _ in (before, after)]
