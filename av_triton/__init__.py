@@ -1,7 +1,7 @@
 """Adaptive verification for speculative decoding, without a confidence head."""
 
 from av_triton.cost import CostTable
-from av_triton.estimator import AcceptanceEstimator, Coefficients
+from av_triton.estimator import AcceptanceEstimator, Coefficients, Drafts
 from av_triton.ops.accumulate import accumulate
 from av_triton.ops.budget import choose_budget
 from av_triton.ops.logit_max import logit_from_partial, logit_max, logit_max_partial, merge_logit_max
@@ -22,6 +22,7 @@ __all__ = [
     "AdaptiveVerifier",
     "Coefficients",
     "CostTable",
+    "Drafts",
     "Plan",
     "Settings",
     "Snapshot",

@@ -93,6 +93,9 @@ class KernelCase(msgspec.Struct, frozen=True):
     def limits(self) -> Limits:
         """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
         limits = LIMITS[self.name]
+        if self.signature.get("tokens", "constexpr") != "constexpr" and self.name == "logit_max_kernel":
+            # The argmax takes one more: it notes the block in which a lane's maximum was met.
+            limits = msgspec.structs.replace(limits, per_logit=limits.per_logit + 1)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
@@ -427,6 +430,7 @@ def _op_workloads() -> Iterator[Workload]:
         yield Workload(
             f"sample_and_score {name}", partial(av.sample_and_score, logits[:, 0], i64(8), f32(8)), quick=quick
         )
+        yield Workload(f"sample_and_score {name}, argmax", partial(av.sample_and_score, logits, None, f32(8, 7)))
     yield Workload("acceptance_score", partial(av.acceptance_score, f32(64, 7), f32(1), f32(7)), quick=True)
     for rows, positions in ((64, 7), (256, 7), (1024, 16)):
         label, quick = f"{rows} x {positions}", rows == 256
@@ -467,10 +471,15 @@ def _steps(rows: int, positions: int, settings: av.Settings) -> None:
     budget, teach = torch.zeros(1, dtype=torch.int32), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(rows, positions, 32_000, dtype=torch.bfloat16)
     verifier.reset(slots, length)
+    seeds, temperature = torch.zeros(rows, positions, dtype=torch.int64), torch.ones(rows)
     if settings.autoregressive:
         verifier.score(logits[:, 0].contiguous(), slots, position=0, temperature=1.0)
+        verifier.sample(logits[:, 0].contiguous(), slots, seeds[:, 0].contiguous(), position=0, temperature=1.0)
+        verifier.sample(logits[:, 0].contiguous(), slots, position=0)
     else:
-        verifier.score(logits, slots, temperature=torch.ones(rows))
+        verifier.score(logits, slots, temperature=temperature)
+        verifier.sample(logits, slots, seeds, temperature=temperature)
+        verifier.sample(logits, slots)
     verifier.plan(slots)
     verifier.observe(slots, length)
     verifier.plan(slots, length, non_draft_tokens=rows, budget=budget, segments=segments)

@@ -53,6 +53,17 @@ def _compiler_of(driver: Any) -> str:
     return str(driver.get_current_target().backend)
 
 
+def architecture() -> str:
+    """The GPU that kernels are compiled for, as in `launches.json`: "sm_90", "gfx942", ..., or "interpreter"."""
+    return "interpreter" if triton.knobs.runtime.interpret else _architecture_of(triton.runtime.driver.active)
+
+
+@functools.cache
+def _architecture_of(driver: Any) -> str:
+    target = driver.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
 def register_ceiling() -> dict[str, int]:
     """Launch options of the kernels over a batch. Without a ceiling ptxas spills a few bytes at 48, 64 or 80 registers
     to fit one more block on a multiprocessor; AMD's compiler does not, and has no such option."""

@@ -1,7 +1,9 @@
 """AcceptanceEstimator: draft logits -> acceptance probabilities, with coefficients learned from the verdicts."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -9,7 +11,8 @@ import triton
 
 from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
-from av_triton.ops._checks import INTEGERS, check_logits, check_vector, temperature_argument
+from av_triton.ops import sample as _sample
+from av_triton.ops._checks import INTEGERS, check_logits, check_seeds, check_vector, temperature_argument
 from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, launch_shape, logit_max_kernel, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
@@ -29,6 +32,18 @@ class Coefficients(msgspec.Struct, frozen=True):
     slopes: list[float]
     intercepts: list[list[float]]
     refits: int
+
+
+class Drafts(NamedTuple):
+    """Drafts that were drawn and scored in one read of the logits; [B, k], or [B] at one position.
+
+    tokens: int64. scores: float32, acceptance probabilities. log_normalisers: float32; the log of the probability that
+    token v was drawn is logits[v] / temperature - log_normaliser.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    log_normalisers: torch.Tensor
 
 
 def check_construction(max_slots: int, num_draft_positions: int, max_rows: int | None) -> None:
@@ -114,7 +129,10 @@ class AcceptanceEstimator:
             self._row_scores = torch.zeros(self.max_rows, P)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
             # For the largest vocabulary: a captured graph keeps the address.
-            self._partials = torch.empty(2, MAX_SPLITS * self.max_rows * P)
+            self._partials = torch.empty(3, MAX_SPLITS * self.max_rows * P)
+            self._partial_tokens = torch.empty(MAX_SPLITS * self.max_rows * P, dtype=torch.int32)
+            self._row_tokens = torch.zeros(self.max_rows, P, dtype=torch.int64)
+            self._row_normalisers = torch.zeros(self.max_rows, P)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`: forget their predecessors.
@@ -157,6 +175,57 @@ class AcceptanceEstimator:
         Returns:
             float32 [B, k] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
         """
+        rows, first, count = self._check_drafts(logits, slots, position)
+        pointer, value = temperature_argument(temperature, (rows,), self.device)
+        if not use_triton(self.device):
+            parts = [logit_max_reference(x, t) for x, t, _ in self._in_cache(logits, count, pointer, value or None)]
+            self._store(torch.cat(parts).float(), slots, first)
+        elif rows:
+            s, vocab = self.state, logits.shape[-1]
+            splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
+            logit_max_kernel[(rows * count, splits)](
+                logits, logits.stride(0), logits.stride(1) if logits.dim() == 3 else 0, vocab, chunk, count, first,
+                pointer, value, self._partials[0], self._partials[1], None, self._tickets, None, None,
+                s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
+                None, None, SPLITS=splits, BLOCK=block, P=s.features.shape[1], num_warps=warps,
+            )  # fmt: skip
+        return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+        position: int | None = None,
+        temperature: torch.Tensor | float | None = None,
+    ) -> Drafts:
+        """Draw the drafts and score them, in one read of the logits; arguments as `score`, and
+
+        seeds: int64 [B, k] or [B], as `sample_and_score` takes them; None: the drafts are the argmax.
+
+        Returns views of buffers that the next call overwrites. A row without a slot (-1) gets token 0.
+        """
+        rows, first, count = self._check_drafts(logits, slots, position)
+        seeds = check_seeds(seeds, logits.shape[:-1], self.device)
+        pointer, number = temperature_argument(temperature, (rows,), self.device)
+        value = 1.0 if temperature is None else number
+        outputs = self._row_tokens, self._row_scores, self._row_normalisers
+        if not use_triton(self.device):
+            self._sample_torch(logits, slots, seeds, first, count, pointer, value)
+        elif rows:
+            s = self.state
+            _sample.launch(
+                logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, pointer, value,
+                self._partials, self._partial_tokens, self._tickets,
+                (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
+                 self._row_tokens, self._row_normalisers),
+                s.features.shape[1],
+            )  # fmt: skip
+        at = slice(first, first + count) if position is None else position
+        return Drafts(*(each[:rows, at] for each in outputs))
+
+    def _check_drafts(self, logits: torch.Tensor, slots: torch.Tensor, position: int | None) -> tuple[int, int, int]:
+        """(rows, first position, positions)."""
         rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
         check_logits(logits, MAX_VOCAB)
         K = self.num_draft_positions
@@ -170,46 +239,46 @@ class AcceptanceEstimator:
             raise ValueError(f"position = {position}: draft positions are 0 to {K - 1}")
         if logits.device != self.device:
             raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
-        pointer, value = temperature_argument(temperature, (rows,), self.device)
-        first, count = (0, logits.shape[1]) if position is None else (position, 1)
-        if not use_triton(self.device):
-            self._score_torch(logits.reshape(rows, count, logits.shape[-1]), slots, first, pointer, value)
-        elif rows:
-            self._launch_score(logits, slots, first, count, pointer, value)
-        return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
+        return (rows, 0, logits.shape[1]) if position is None else (rows, position, 1)
 
-    def _launch_score(
+    def _in_cache(
+        self, logits: torch.Tensor, count: int, temperature: torch.Tensor | None, value: float | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | float | None, slice]]:
+        """(logits [b, k, V], temperature, rows) by rows that stay in the cache: a large batch at once takes about twice
+        as long."""
+        rows, vocab = logits.shape[0], logits.shape[-1]
+        few = max(1, CACHED_LOGITS // max(1, count * vocab))
+        x = logits.reshape(rows, count, vocab)
+        for start in range(0, max(rows, 1), few):
+            part = slice(start, start + few)
+            t = value if temperature is None else temperature[part, None].expand(-1, count)
+            yield x[part], t, part
+
+    def _sample_torch(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
+        seeds: torch.Tensor | None,
         first: int,
         count: int,
         temperature: torch.Tensor | None,
         value: float,
     ) -> None:
-        s, rows, vocab = self.state, slots.shape[0], logits.shape[-1]
-        splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
-        logit_max_kernel[(rows * count, splits)](
-            logits, logits.stride(0), logits.stride(1) if logits.dim() == 3 else 0, vocab, chunk, count, first,
-            temperature, value, self._partials[0], self._partials[1], self._tickets, None, None,
-            s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
-            SPLITS=splits, BLOCK=block, P=s.features.shape[1], num_warps=warps,
-        )  # fmt: skip
+        drawn = [
+            _sample.sample_and_score_reference(x, None if seeds is None else seeds.view(-1, count)[part], t)
+            for x, t, part in self._in_cache(logits, count, temperature, value)
+        ]
+        tokens, f, normalisers = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        columns, nobody = slice(first, first + count), ((slots < 0) | (slots >= self.max_slots))[:, None]
+        self._row_tokens[: len(slots), columns] = tokens.masked_fill(nobody, 0)
+        self._row_normalisers[: len(slots), columns] = normalisers.float().masked_fill(nobody, -torch.inf)
+        self._store(f.float(), slots, first)
 
-    def _score_torch(
-        self, logits: torch.Tensor, slots: torch.Tensor, first: int, temperature: torch.Tensor | None, value: float
-    ) -> None:
-        s, rows, count = self.state, *logits.shape[:2]
+    def _store(self, f: torch.Tensor, slots: torch.Tensor, first: int) -> None:
+        """Features float32 [B, k] of the positions from `first` on, and their scores."""
+        s, rows, columns = self.state, len(slots), slice(first, first + f.shape[1])
         real = (slots >= 0) & (slots < self.max_slots)
-        at, columns = slots[real].long(), slice(first, first + count)
-        # Logits that stay in the cache: a large batch at once takes about twice as long.
-        few = max(1, CACHED_LOGITS // max(1, count * logits.shape[2]))
-        if temperature is None:
-            parts = [logit_max_reference(x, value or None) for x in logits.split(few)]
-        else:
-            t = temperature[:, None].expand(rows, count)
-            parts = [logit_max_reference(x, y) for x, y in zip(logits.split(few), t.split(few), strict=True)]
-        f = torch.cat(parts).float()
+        at = slots[real].long()
         stratum = s.strata[at].long()
         p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
         self._row_scores[:rows, columns] = 0.0

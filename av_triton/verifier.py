@@ -9,7 +9,7 @@ import torch
 
 from av_triton.backend import use_triton
 from av_triton.cost import CostTable
-from av_triton.estimator import AcceptanceEstimator, Coefficients
+from av_triton.estimator import AcceptanceEstimator, Coefficients, Drafts
 from av_triton.ops import accumulate as _accumulate
 from av_triton.ops import select as _select
 from av_triton.planner import Plan, VerifyPlanner
@@ -82,6 +82,17 @@ class AdaptiveVerifier:
     ) -> torch.Tensor:
         """Acceptance probabilities of the drafts; see `AcceptanceEstimator.score`."""
         return self.estimator.score(logits, slots, position, temperature)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+        position: int | None = None,
+        temperature: torch.Tensor | float | None = None,
+    ) -> Drafts:
+        """Draw the drafts and score them, in place of `score`; see `AcceptanceEstimator.sample`."""
+        return self.estimator.sample(logits, slots, seeds, position, temperature)
 
     def plan(
         self,

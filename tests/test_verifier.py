@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import av_triton
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, CostTable, Settings, SnapshotError, VerifyPlanner
 from av_triton.ops.select import explored_rows_reference
 
@@ -179,6 +180,34 @@ def test_scores_by_position_are_those_of_the_whole(backend, rng):
         assert torch.equal(each.score(x[:, k], slots, position=k, temperature=t), p[:, k])
     assert torch.equal(whole.estimator.state.features, each.estimator.state.features)
     assert torch.equal(whole.estimator.state.scores, each.estimator.state.scores)
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["argmax", "drawn"])
+@pytest.mark.parametrize("position", [None, 1])
+def test_sampling_scores_as_scoring_does_and_draws_as_the_op(backend, rng, drawn, position):
+    first, second = make(), make()
+    slots = torch.tensor([2, 0, -1, 5], dtype=torch.int32)
+    strata = torch.tensor([0, 1, 0, 1], dtype=torch.int32)
+    temperature = torch.tensor([1.0, 0.0, 1.0, 0.3])
+    for each in (first, second):
+        each.estimator.state.slopes.copy_(torch.tensor([0.4, 0.9]))
+        each.reset(slots, strata)
+    logits = peaked(rng, 4) if position is None else peaked(rng, 4)[:, 1].contiguous()
+    per_draft = temperature[:, None].expand(-1, K).contiguous() if position is None else temperature
+    seeds = torch.randint(-(2**62), 2**62, logits.shape[:-1], generator=rng) if drawn else None
+    drafts = first.sample(logits, slots, seeds, position, temperature)
+    tokens, _, log_normalisers = av_triton.sample_and_score(logits, seeds, per_draft)
+    scores = second.score(logits, slots, position, temperature)
+    real = slots >= 0
+    assert torch.equal(drafts.tokens[real], tokens[real])
+    assert torch.equal(drafts.log_normalisers[real], log_normalisers[real])
+    # A drawn row sums its exponentials in another order.
+    torch.testing.assert_close(drafts.scores, scores, rtol=1e-5, atol=1e-6)
+    for name in ("features", "scores"):
+        found, expected = (getattr(each.estimator.state, name) for each in (first, second))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not drafts.tokens[~real].any()
+    assert (drafts.log_normalisers[~real] == -torch.inf).all()
 
 
 def test_a_block_that_was_cut_short_scores_its_positions_only(backend, rng):

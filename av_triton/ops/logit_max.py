@@ -12,11 +12,14 @@ Two disjoint sets of tokens merge by (m1 >= m2)
 so that splits of a row and vocabulary shards of a tensor-parallel drafter meet in two floats each.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import use_triton
+from av_triton.backend import architecture, use_triton
+from av_triton.launches import LogitMaxLaunch, launches
 from av_triton.ops._checks import check_logits, temperature_argument
 
 MAX_LOG_ODDS = 40.0
@@ -40,10 +43,10 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(x.detach().numpy().argmax(-1))
 
 
-def logit_max_partial_reference(
+def winner_and_partial_reference(
     logits: torch.Tensor, temperature: torch.Tensor | float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m, c) of every row, in the dtype of `logits` if that is float32 or float64, else in float32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(first maximiser, m, c) of every row, in the dtype of `logits` if that is float32 or float64, else in float32."""
     x = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     winner = argmax(x)[..., None]
     top = x.gather(-1, winner)
@@ -57,7 +60,14 @@ def logit_max_partial_reference(
     c = d.exp_().scatter_(-1, winner, 0.0).sum(-1)
     c = torch.where(top.isnan(), torch.nan, torch.where(top == -torch.inf, 0.0, c))
     m = torch.where(top > EMPTY, top * scale, EMPTY)
-    return m.clamp_min(EMPTY), c
+    return winner.squeeze(-1), m.clamp_min(EMPTY), c
+
+
+def logit_max_partial_reference(
+    logits: torch.Tensor, temperature: torch.Tensor | float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(m, c) of every row; dtypes as in `winner_and_partial_reference`."""
+    return winner_and_partial_reference(logits, temperature)[1:]
 
 
 def merge_logit_max_reference(
@@ -84,22 +94,30 @@ def logit_max_reference(logits: torch.Tensor, temperature: torch.Tensor | float 
 
 
 @triton.jit
-def fold(m, c, N: tl.constexpr):
-    """Merge N partials: one winner keeps its c, every other adds (c + 1) exp(m - max). Built-in reductions only:
-    a tuple reduction costs the interpreter seconds."""
+def fold(m, c, scale, N: tl.constexpr):
+    """Merge N partials with maxima in units of x: one winner keeps its c, every other adds (c + 1) exp((m - max) / T).
+    Built-in reductions only: a tuple reduction costs the interpreter seconds. `scale` is log2(e) / T."""
     top = tl.max(m, 0)
     i = tl.arange(0, N)
     winner = tl.min(tl.where(m == top, i, N), 0)
-    share = tl.where(i == winner, c, (c + 1.0) * tl.exp2((m - top) * _LOG2E))
+    share = tl.where(i == winner, c, (c + 1.0) * tl.exp2((m - top) * scale))
     return top, tl.where(top > _EMPTY, tl.sum(share, 0), 0.0 * tl.sum(c, 0))
 
 
 @triton.jit
-def row_partial(row, lo, hi, scale, BLOCK: tl.constexpr):
-    """(m, c) of row[lo:hi] in units of x / T, with one exp2 per logit. `scale` is log2(e) / T."""
+def first_of(m, top, token, vocab):
+    """The smallest token among those with the largest m; 0 for a set without a finite logit."""
+    return tl.where(top > _EMPTY, tl.min(tl.where(m == top, token, vocab - 1), 0), 0)
+
+
+@triton.jit
+def row_partial(row, lo, hi, scale, vocab, BLOCK: tl.constexpr, TOKEN: tl.constexpr):
+    """(m, c) of row[lo:hi], m in units of x, with one exp2 per logit, and the first maximiser if TOKEN. `scale` is
+    log2(e) / T."""
     lane = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], _EMPTY, tl.float32)
     c = tl.zeros([BLOCK], tl.float32)
+    start = tl.zeros([BLOCK], tl.int32)
     full = lo + tl.maximum(hi - lo, 0) // BLOCK * BLOCK
     for j in tl.range(lo, full, BLOCK):
         x = tl.load(row + j + lane, eviction_policy="evict_first").to(tl.float32)
@@ -107,14 +125,48 @@ def row_partial(row, lo, hi, scale, BLOCK: tl.constexpr):
         e = tl.exp2(tl.abs(d) * -scale)
         c = c * tl.where(d > 0.0, e, 1.0) + e
         m = tl.maximum(m, x)
+        if TOKEN:
+            start = tl.where(d > 0.0, j, start)
     if full < hi:
         x = tl.load(row + full + lane, mask=full + lane < hi, other=float("-inf")).to(tl.float32)
         d = x - m
         e = tl.exp2(tl.abs(d) * -scale)
         c = c * tl.where(d > 0.0, e, 1.0) + e
         m = tl.maximum(m, x)
-    # An empty lane keeps its mark at every T; clamped after scaling, for at T < 1 a large negative m overflows to -inf.
-    return fold(tl.where(m > _EMPTY, tl.maximum(m * (scale / _LOG2E), _EMPTY), _EMPTY), c, BLOCK)
+        if TOKEN:
+            start = tl.where(d > 0.0, full, start)
+    top, rest = fold(m, c, scale, BLOCK)
+    token = 0
+    if TOKEN:
+        token = first_of(m, top, start + lane, vocab)
+    return top, rest, token
+
+
+@triton.jit
+def temperature_of(temperature, temperature_value, row):
+    t = temperature_value
+    if temperature is not None:
+        t = tl.load(temperature + row).to(tl.float32)
+    return t
+
+
+@triton.jit
+def scale_for(t):
+    """log2(e) / T, T = 1 for a greedy row."""
+    return tl.where(t > 0.0, _LOG2E / tl.maximum(t, _MIN_TEMPERATURE), _LOG2E)
+
+
+@triton.jit
+def scaled(m, scale):
+    """m in units of x / T; an empty set keeps its mark. Clamped, for at T < 1 a large negative m overflows."""
+    return tl.where(m > _EMPTY, tl.maximum(m * (scale / _LOG2E), _EMPTY), _EMPTY)
+
+
+@triton.jit
+def log_normaliser(m, c, scale):
+    log1p = tl.where(c < 1e-3, c * (1.0 - 0.5 * c), tl.log(1.0 + c))
+    nothing = tl.where(c == c, float("-inf"), float("nan"))
+    return tl.where(m > _EMPTY, scaled(m, scale) + log1p, nothing)
 
 
 @triton.jit
@@ -127,6 +179,31 @@ def feature_of(m, c):
 def sigmoid_score(f, slope, intercept):
     p = 1.0 / (1.0 + tl.exp(-(slope * f + intercept)))
     return tl.where(f > -_MAX_LOG_ODDS, p, 0.0)
+
+
+@triton.jit
+def store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, P: tl.constexpr):
+    """Feature and score of one draft: by slot, and the score by row too."""
+    f = feature_of(m, c)
+    tl.store(features + slot * P + position, f)
+    if scores is not None:
+        stratum = 0
+        if strata is not None:
+            stratum = tl.load(strata + slot)
+        p = sigmoid_score(f, tl.load(slopes + stratum), tl.load(intercepts + stratum * P + position))
+        tl.store(scores + slot * P + position, p)
+        if row_scores is not None:
+            tl.store(row_scores + row * P + position, p)
+
+
+@triton.jit
+def store_nothing(at, row_scores, tokens, normalisers):
+    """What a padding row gets: score 0, token 0."""
+    if row_scores is not None:
+        tl.store(row_scores + at, 0.0)
+    if tokens is not None:
+        tl.store(tokens + at, 0)
+        tl.store(normalisers + at, float("-inf"))
 
 
 @triton.jit(
@@ -145,6 +222,7 @@ def logit_max_kernel(
     temperature_value,
     part_m,
     part_c,
+    part_token,
     ticket,
     out_m,
     out_c,
@@ -156,6 +234,8 @@ def logit_max_kernel(
     strata,
     slopes,
     intercepts,
+    tokens,
+    normalisers,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     P: tl.constexpr,
@@ -164,7 +244,8 @@ def logit_max_kernel(
     the splits, writes the result and resets the row's ticket for the next launch.
 
     Optional pointers are None when absent: out_m/out_c (partials), features, scores and row_scores (scores; `features`
-    and `scores` are indexed by slot, `row_scores` by row), slots, strata, temperature.
+    and `scores` are indexed by slot, `row_scores` by row), slots, strata, temperature; tokens (the argmax) and
+    normalisers, by row.
     """
     item = tl.program_id(0)
     split = tl.program_id(1)
@@ -175,53 +256,56 @@ def logit_max_kernel(
         slot = tl.load(slots + row).to(tl.int64)
     position = first_position + j
     if (slot >= 0) & (slot < num_slots):
-        t = temperature_value
-        if temperature is not None:
-            t = tl.load(temperature + row).to(tl.float32)
-        scale = tl.where(t > 0.0, _LOG2E / tl.maximum(t, _MIN_TEMPERATURE), _LOG2E)
+        scale = scale_for(temperature_of(temperature, temperature_value, row))
         lo = split * chunk
         hi = tl.minimum(lo + chunk, vocab)
         base = logits + row * row_stride + j.to(tl.int64) * position_stride
-        m, c = row_partial(base, lo, hi, scale, BLOCK)
+        m, c, token = row_partial(base, lo, hi, scale, vocab, BLOCK, tokens is not None)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS
             tl.store(part_m + at + split, m)
             tl.store(part_c + at + split, c)
+            if tokens is not None:
+                tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
-                i = tl.arange(0, SPLITS)
-                part = item.to(tl.int64) * SPLITS + i
-                m, c = fold(
-                    tl.load(part_m + part, cache_modifier=".cg"), tl.load(part_c + part, cache_modifier=".cg"), SPLITS
-                )
+                part = item.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
+                ms = tl.load(part_m + part, cache_modifier=".cg")
+                m, c = fold(ms, tl.load(part_c + part, cache_modifier=".cg"), scale, SPLITS)
+                if tokens is not None:
+                    token = first_of(ms, m, tl.load(part_token + part, cache_modifier=".cg"), vocab)
                 tl.store(ticket + item, 0)
             if out_m is not None:
-                tl.store(out_m + item, m)
+                tl.store(out_m + item, scaled(m, scale))
                 tl.store(out_c + item, c)
             if features is not None:
-                f = feature_of(m, c)
-                tl.store(features + slot * P + position, f)
-                if scores is not None:
-                    stratum = 0
-                    if strata is not None:
-                        stratum = tl.load(strata + slot)
-                    p = sigmoid_score(f, tl.load(slopes + stratum), tl.load(intercepts + stratum * P + position))
-                    tl.store(scores + slot * P + position, p)
-                    if row_scores is not None:
-                        tl.store(row_scores + row * P + position, p)
-    elif row_scores is not None:  # noqa: SIM102 (settled at compile time, unlike the inner test)
+                store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, P)
+            if tokens is not None:
+                tl.store(tokens + row * P + position, token.to(tl.int64))
+                tl.store(normalisers + row * P + position, log_normaliser(m, c, scale))
+    else:
         if split == 0:
-            tl.store(row_scores + row * P + position, 0.0)
+            store_nothing(row * P + position, row_scores, tokens, normalisers)
 
 
-def launch_shape(vocab: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(splits, chunk, block, warps) for rows of `vocab` logits: about 16,384 logits a program, chunks that keep every
-    split 16-byte aligned. A function of the vocabulary alone, so that a changed batch size compiles nothing."""
-    block = min(8192 // itemsize, triton.next_power_of_2(max(vocab, 128)))
-    splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(vocab, 16384)))
-    return splits, triton.cdiv(triton.cdiv(vocab, splits), block) * block, block, 8 if block >= 2048 else 4
+@functools.cache
+def _launch_shape(launch: LogitMaxLaunch, vocab: int, itemsize: int) -> tuple[int, int, int, int]:
+    block = min(launch.block_bytes // itemsize, triton.next_power_of_2(max(vocab, 128)))
+    splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(vocab, launch.logits)))
+    return (
+        splits,
+        triton.cdiv(triton.cdiv(vocab, splits), block) * block,
+        block,
+        min(launch.warps, max(block // 256, 1)),
+    )
+
+
+def launch_shape(vocab: int, itemsize: int, gpu: str | None = None) -> tuple[int, int, int, int]:
+    """(splits, chunk, block, warps) for rows of `vocab` logits; chunks keep every split 16-byte aligned. A function of
+    the vocabulary and the GPU (default: the current one) alone, so that a changed batch size compiles nothing."""
+    return _launch_shape(launches(gpu or architecture()).logit_max, vocab, itemsize)
 
 
 def scratch(items: int, vocab: int, itemsize: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,9 +328,9 @@ def _run(
         parts, ticket = scratch(n, vocab, rows.element_size(), rows.device)
         splits, chunk, block, warps = launch_shape(vocab, rows.element_size())
         logit_max_kernel[(n, splits)](
-            rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1], ticket,
+            rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1], None, ticket,
             first if partial else None, second if partial else None, None if partial else first, None, None,
-            None, n, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
+            None, n, None, None, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
         )  # fmt: skip
     return first.view(logits.shape[:-1]), second.view(logits.shape[:-1])
 

@@ -84,8 +84,7 @@ def _argmax_and_score(
         logits = torch.matmul(hidden_states[start : start + rows].to(weight.dtype), weight.T)
         blocks = logits.view(-1, positions, logits.shape[-1])
         if context.ranks.alone:
-            torch.argmax(logits, dim=-1, out=tokens[start : start + rows])
-            context.score(blocks, first=start // positions)
+            tokens[start : start + rows] = context.sample(blocks, start // positions).view(-1)
         else:
             tokens[start : start + rows] = context.score_shard(blocks, first_token, start // positions).view(-1)
     return tokens

@@ -158,6 +158,10 @@ class StepContext:
             slots = self.slots(logits.shape[0], first)
         self.verifier.score(logits, slots, position, temperature)
 
+    def sample(self, logits: Tensor, first: int) -> Tensor:
+        """Argmax drafts, int64 [B, K], of logits [B, K, V] of the rows from `first` on, scored in the same read."""
+        return self.verifier.sample(logits, self.slots(logits.shape[0], first)).tokens
+
     def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
         """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row.
 

@@ -76,6 +76,30 @@ def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, 
     assert log == Counter()
 
 
+@pytest.mark.parametrize("drawn", [False, True], ids=["argmax", "drawn"])
+@pytest.mark.parametrize("position", [None, 2], ids=["block", "one position"])
+def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool, position: int | None) -> None:
+    runtime = Runtime(BLOCK)
+    logits = runtime.logits if position is None else runtime.logits[:, position]
+    seeds = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    kernel = "sample_kernel" if drawn else "logit_max_kernel"
+
+    def sample(rows: int, first: int) -> None:
+        batch = slice(first, first + rows)
+        runtime.verifier.sample(
+            logits[batch], runtime.slots[batch], seeds[batch] if drawn else None, position, runtime.temperature[batch]
+        )
+
+    sample(ROWS, 0)
+    device.clear()
+    with torch_log() as log:
+        for rows in range(1, 51):
+            sample(rows, rows % 7)
+    assert device.launches == {kernel: 50}
+    assert not device.compilations
+    assert log == Counter()
+
+
 @pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
 def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)

@@ -96,9 +96,35 @@ def test_no_rows_and_strided_rows(backend, rng):
     assert all(torch.equal(a, b) for a, b in zip(found, av.sample_and_score(wide[:, :50].clone(), seeds), strict=True))
 
 
+@pytest.mark.parametrize("vocab", [1, 700, 33_000])
+def test_without_seeds_the_first_maximum(backend, vocab, rng):
+    x = torch.randn(4, vocab, generator=rng).bfloat16()
+    x[0, -1] = x[0, vocab // 3] = 9.0  # a tie, far apart
+    t = torch.tensor([1.0, 0.0, 0.3, 7.0])
+    token, f, z = av.sample_and_score(x, None, t)
+    assert torch.equal(token, x.float().argmax(-1))
+    assert int(token[0]) == vocab // 3
+    torch.testing.assert_close(f, av.logit_max(x, t), rtol=1e-6, atol=1e-6)
+    scaled = x.double() / torch.where(t > 0, t, 1.0)[:, None]
+    torch.testing.assert_close(z.double(), scaled.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_without_seeds_rows_out_of_the_ordinary(backend):
+    x = torch.zeros(4, 20_000)
+    x[0] = -torch.inf
+    x[1] = torch.nan
+    x[2, 5], x[2, 17_000] = torch.nan, 3.0
+    x[3, :18_000] = -torch.inf
+    token, f, z = av.sample_and_score(x, None)
+    assert token.tolist() == [0, 0, 17_000, 18_000]
+    assert f[:3].tolist() == [-40.0] * 3
+    assert float(z[0]) == -torch.inf
+    assert z[1:3].isnan().all()
+
+
 @pytest.mark.parametrize(
     "seeds, says",
-    [(3, "seeds are 3"), (torch.zeros(2), "give int64"), (torch.zeros(3, dtype=torch.int64), r"one per row, \(2,\)")],
+    [(3, "seeds are 3"), (torch.zeros(2), "give int64"), (torch.zeros(3, dtype=torch.int64), r"one per draft, \(2,\)")],
 )
 def test_bad_seeds(seeds, says):
     with pytest.raises(ValueError, match=says):
