@@ -54,7 +54,7 @@ def _tokens(cache: Cache, slots: list[int], starts: list[int], counts: list[int]
 
 @dataclass
 class Counts:
-    """What an arm has done. Seconds by part: draft, control (score, plan, observe), verify, sample."""
+    """What an arm has done. Seconds by part: draft (with its scores), control (plan, observe), verify, sample."""
 
     steps: int = 0
     rows: int = 0
@@ -138,7 +138,7 @@ class Arm:
         """Draft, plan, verify, accept, for every running request."""
         self.clock = time.perf_counter()
         slots, lengths, pending = self.slots, self.lengths, self.pending
-        drafts, draft_logits, predicted = self._draft(slots, lengths, pending)
+        drafts, predicted, *distributions = self._draft(slots, lengths, pending)
         admitted = self._plan(slots, drafts)
 
         tokens = TokenList(self.cache, slots, lengths, admitted + 1)
@@ -149,7 +149,7 @@ class Arm:
             self.drafter.extend(tapped, tokens, self.draft_cache)
         self._lap("verify")
 
-        accepted, following = self.sampler.verify(logits, tokens.offsets, drafts, admitted, draft_logits)
+        accepted, following = self.sampler.verify(logits, tokens.offsets, drafts, admitted, *distributions)
         self.lengths = lengths + accepted + 1
         self.pending = following
         kept = torch.cat((drafts, following[:, None]), 1)
@@ -175,29 +175,34 @@ class Arm:
         self.counts.seconds[part] += now - self.clock
         self.clock = now
 
-    def _draft(self, slots: Tensor, lengths: Tensor, pending: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts [B, depth], their logits [B, depth, V'] (empty when greedy) and their scores [B, depth]."""
+    def _draft(self, slots: Tensor, lengths: Tensor, pending: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Drafts and scores [B, depth], draft logits [B, depth, V'] (empty when greedy), log-normalisers [B, depth]."""
         rows, depth = len(slots), self.next_depth
         kept: list[Tensor] = []
         scores: list[Tensor] = []
+        normalisers: list[Tensor] = []
 
         def choose(logits: Tensor, position: int | None) -> Tensor:
             if self.verifier:
-                self._lap("draft")
-                p = self.verifier.score(logits, slots, position, self.sampler.temperature)
-                scores.append(p.view(rows, -1).clone())
-                self._lap("control")
+                seeds = self.sampler.seeds(*logits.shape[:-1])
+                drawn = self.verifier.sample(logits, slots, seeds, position, self.sampler.temperature)
+                tokens, log_normalisers = drawn.tokens.clone(), drawn.log_normalisers.clone()
+                scores.append(drawn.scores.reshape(rows, -1).clone())
+            else:
+                tokens, log_normalisers = self.sampler.draw(logits)
+            normalisers.append(log_normalisers.view(rows, -1))
             if self.sampler.temperature:
                 kept.append(logits.view(rows, -1, logits.shape[-1]))
-            return self.sampler.draw(logits)
+            return tokens
 
         if self.drafter is None or self.draft_cache is None or depth == 0:
             drafts = pending.new_zeros(rows, 0)
         else:
             drafts = self.drafter.draft(pending, slots, lengths, depth, self.draft_cache, choose)
-        empty = torch.zeros(rows, 0, 1, device=slots.device)
         self._lap("draft")
-        return drafts, torch.cat(kept, 1) if kept else empty, torch.cat(scores, 1) if scores else empty[:, :, 0]
+        nothing = torch.zeros(rows, 0, 1, device=slots.device)
+        predicted, log_normalisers = (torch.cat(x, 1) if x else nothing[:, :, 0] for x in (scores, normalisers))
+        return drafts, predicted, torch.cat(kept, 1) if kept else nothing, log_normalisers
 
     def _plan(self, slots: Tensor, drafts: Tensor) -> Tensor:
         """How many drafts of each row to verify, int64 [B]."""
@@ -286,7 +291,7 @@ def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, contex
     def draft(requests: int) -> None:
         slots = rows(requests)
         lengths = torch.full_like(slots, context)
-        drafter.draft(slots, slots, lengths, depth, draft_cache, lambda logits, _: greedy.draw(logits))
+        drafter.draft(slots, slots, lengths, depth, draft_cache, lambda logits, _: greedy.draw(logits)[0])
 
     def verify(n: int) -> None:
         slots = rows(min(n, batch))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from av_triton.ops.logit_max import argmax
+from av_triton.ops.sample import sample_and_score
 
 
 class Sampler:
@@ -17,20 +18,33 @@ class Sampler:
         self.temperature, self.top_p = temperature, top_p
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """Draft logits [..., V] -> tokens int64 [...]."""
+    def seeds(self, *shape: int) -> Tensor | None:
+        """New seeds for `shape` drafts, int64; None when greedy."""
         if not self.temperature:
-            return argmax(logits)
-        q = torch.softmax(logits / self.temperature, -1)
-        return self._pick(q.view(-1, q.shape[-1])).view(q.shape[:-1])
+            return None
+        return torch.randint(-(2**63), 2**63 - 1, shape, generator=self.generator, device=self.generator.device)
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft logits [..., V] -> (tokens int64 [...], log-normalisers float32 [...])."""
+        if not self.temperature:
+            return argmax(logits), torch.zeros(logits.shape[:-1], device=logits.device)
+        token, _, log_normaliser = sample_and_score(logits, self.seeds(*logits.shape[:-1]), self.temperature)
+        return token, log_normaliser
 
     def verify(
-        self, logits: Tensor, offsets: Tensor, drafts: Tensor, admitted: Tensor, draft_logits: Tensor
+        self,
+        logits: Tensor,
+        offsets: Tensor,
+        drafts: Tensor,
+        admitted: Tensor,
+        draft_logits: Tensor,
+        log_normalisers: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Target logits [N, V] -> (accepted int64 [B], next token int64 [B]).
 
         offsets int64 [B + 1]: row b's logits are those at offsets[b] .. offsets[b] + admitted[b].
-        drafts int64 [B, K], admitted int64 [B], draft_logits [B, K, V'] with V' <= V (not looked at when greedy).
+        drafts int64 [B, K], admitted int64 [B]. draft_logits [B, K, V'] with V' <= V and log_normalisers [B, K]: of the
+        draft distributions (not looked at when greedy).
         """
         steps = torch.arange(drafts.shape[1], device=drafts.device)
         live = steps < admitted[:, None]
@@ -40,14 +54,15 @@ class Sampler:
             accepted = (live & (drafts == best[at])).cumprod(1).sum(1)
             return accepted, best[offsets[:-1] + accepted]
         p = nucleus(logits / self.temperature, self.top_p)
-        q = torch.softmax(draft_logits / self.temperature, -1)
-        p_draft, q_draft = p[at, drafts], q.gather(2, drafts[:, :, None])[:, :, 0]
+        p_draft = p[at, drafts]
+        q_draft = (draft_logits.gather(2, drafts[:, :, None])[:, :, 0] / self.temperature - log_normalisers).exp()
         u = torch.rand(drafts.shape, generator=self.generator, device=drafts.device)
         accepted = (live & (u * q_draft < p_draft)).cumprod(1).sum(1)
         target = p[offsets[:-1] + accepted]
         rejected = (accepted < admitted).nonzero()[:, 0]
         residual = target[rejected]
-        residual[:, : q.shape[2]] -= q[rejected, accepted[rejected]]
+        q = draft_logits[rejected, accepted[rejected]] / self.temperature
+        residual[:, : q.shape[1]] -= (q - log_normalisers[rejected, accepted[rejected], None]).exp()
         residual.clamp_(min=0)
         # Rounding may leave nothing where p and q agree to the last bits.
         target[rejected] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rejected])

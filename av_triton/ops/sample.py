@@ -47,9 +47,9 @@ _LARGEST = tl.constexpr(_LARGEST_UNIFORM)
 
 def philox_reference(seeds: torch.Tensor, vocab: int) -> torch.Tensor:
     """The 32-bit words of `vocab` tokens, int64 [..., vocab], for seeds int64 [...]."""
-    groups, low = triton.cdiv(vocab, 4 * BLOCK), 0xFFFFFFFF
-    shape = (*seeds.shape, groups, BLOCK)
-    c0 = torch.arange(BLOCK, device=seeds.device).expand(shape)
+    groups, lanes, low = triton.cdiv(vocab, 4 * BLOCK), min(vocab, BLOCK), 0xFFFFFFFF
+    shape = (*seeds.shape, groups, lanes)
+    c0 = torch.arange(lanes, device=seeds.device).expand(shape)
     c1 = torch.arange(groups, device=seeds.device)[:, None].expand(shape)
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = (seeds & low)[..., None, None], ((seeds >> 32) & low)[..., None, None]

@@ -12,7 +12,7 @@ def test_greedy_acceptance():
     logits = torch.eye(5)[torch.tensor([3, 1, 4, 2, 0])]
     drafts = torch.tensor([[3, 0, 4], [2, 0, 1]])
     accepted, following = sampler.verify(
-        logits, torch.tensor([0, 3, 5]), drafts, torch.tensor([2, 1]), torch.zeros(2, 0, 1)
+        logits, torch.tensor([0, 3, 5]), drafts, torch.tensor([2, 1]), torch.zeros(2, 0, 1), torch.zeros(2, 0)
     )
     assert accepted.tolist() == [1, 1]
     assert following.tolist() == [1, 0]
@@ -26,10 +26,15 @@ def test_law_of_the_first_token(admitted):
     for q in (torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.4, 0.6])):
         sampler = Sampler(1.0, 1.0, 11)
         draft_logits = q.log().expand(n, 2, -1)
-        drafts = sampler.draw(draft_logits)
+        drafts, log_normalisers = sampler.draw(draft_logits)
         offsets = torch.arange(n + 1) * (admitted + 1)
         accepted, following = sampler.verify(
-            p.log().expand(n * (admitted + 1), 3), offsets, drafts, torch.full((n,), admitted), draft_logits
+            p.log().expand(n * (admitted + 1), 3),
+            offsets,
+            drafts,
+            torch.full((n,), admitted),
+            draft_logits,
+            log_normalisers,
         )
         first = torch.where(accepted > 0, drafts[:, 0], following)
         assert int(accepted.max()) <= admitted
