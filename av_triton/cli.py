@@ -15,6 +15,7 @@ STYLE = {"ok": "green", "note": "yellow", "absent": "dim", "broken": "bold red"}
 # Sub-commands that live elsewhere and are imported only when called: (module with a typer `app`, extra, help).
 DELEGATED = {
     "demo": ("av_triton.demo.cli", "demo", "Decode real prompts with plain, fixed and adaptive verification."),
+    "bench": ("av_triton.tune", "cli", "Find the launch parameters that this GPU wants; write a launch table."),
     "compile": ("av_triton.aot", "cli", "Compile every kernel for a list of GPUs; show registers, spills and loads."),
 }
 

@@ -1,0 +1,147 @@
+"""`av-triton bench`: which launch parameters the kernels over logits want on this GPU, written as a launch table.
+
+Candidates are tried on rows of real vocabularies, cold in L2, each checked against its torch reference first. The one
+with the smallest sum of log times over the shapes wins. Without a GPU nothing can be timed: the candidates are compiled
+for a target, their registers and spills are shown, and no table is written.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+import torch
+import triton
+import typer
+
+import av_triton as av
+from av_triton import aot
+from av_triton.backend import architecture
+from av_triton.launches import TABLE, Launches, LogitMaxLaunch, SampleLaunch, launches, read, trial
+from av_triton.ops.sample import sample_and_score_reference
+
+VOCABULARIES = (32_000, 129_280, 151_936)
+ROWS = (7, 64 * 7, 256 * 7)
+CHECKED = 4  # rows
+
+app = typer.Typer(add_completion=False)
+console = rich.console.Console(width=120, highlight=False)
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """An entry in which one kernel's parameters are tried."""
+
+    kernel: str  # field of Launches
+    entry: Launches
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        return msgspec.structs.asdict(getattr(self.entry, self.kernel))
+
+    def call(self, logits: torch.Tensor, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What is timed: the drawn tokens, or for `logit_max` the argmax, with feature and log-normaliser."""
+        with trial(self.entry):
+            return av.sample_and_score(logits, seeds if self.kernel == "sample" else None)
+
+
+def candidates(now: Launches) -> Iterator[Candidate]:
+    for block_bytes, logits, warps in itertools.product((4096, 8192, 16384), (8192, 16384, 32768), (4, 8, 16)):
+        tried = LogitMaxLaunch(block_bytes=block_bytes, logits=logits, warps=warps)
+        yield Candidate("logit_max", msgspec.structs.replace(now, logit_max=tried))
+    for logits, warps in itertools.product((8192, 16384, 32768), (4, 8, 16)):
+        yield Candidate("sample", msgspec.structs.replace(now, sample=SampleLaunch(logits=logits, warps=warps)))
+
+
+def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor) -> str:
+    """What a candidate gets wrong, in words; empty if nothing."""
+    token, feature, normaliser = candidate.call(logits[:CHECKED], seeds[:CHECKED])
+    drawn = seeds[:CHECKED].cpu() if candidate.kernel == "sample" else None
+    expected = sample_and_score_reference(logits[:CHECKED].cpu(), drawn)
+    if not torch.equal(token.cpu(), expected[0]):
+        return f"tokens {token.tolist()}, should be {expected[0].tolist()}"
+    worst = max(float((a.cpu() - b).abs().max()) for a, b in zip((feature, normaliser), expected[1:], strict=True))
+    return "" if worst < 1e-4 else f"off by {worst:.2g}"
+
+
+def on_gpu(call: Callable[[], object]) -> float:
+    """Median milliseconds, L2 cold."""
+    return float(triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median"))
+
+
+def measure(
+    tried: list[Candidate],
+    device: str,
+    milliseconds: Callable[[Callable[[], object]], float],
+    shapes: list[tuple[int, int]],
+) -> tuple[dict[Candidate, float], dict[Candidate, str]]:
+    """(sum over the shapes of log milliseconds, what is wrong), by candidate."""
+    score, faults = dict.fromkeys(tried, 0.0), dict.fromkeys(tried, "")
+    for rows, vocab in rich.progress.track(shapes, "timing", console=console, transient=True):
+        logits = torch.randn(rows, vocab, device=device).bfloat16()
+        seeds = torch.arange(rows, device=device)
+        for candidate in tried:
+            faults[candidate] = faults[candidate] or wrong(candidate, logits, seeds)
+            if not faults[candidate]:
+                score[candidate] += math.log(milliseconds(partial(candidate.call, logits, seeds)))
+    return score, faults
+
+
+def best(tried: list[Candidate], score: dict[Candidate, float], faults: dict[Candidate, str], kernel: str) -> Candidate:
+    right = [each for each in tried if each.kernel == kernel and not faults[each]]
+    if not right:
+        raise RuntimeError(f"no candidate for {kernel} gave right results: {[faults[each] for each in tried][:3]}")
+    return min(right, key=lambda each: score[each])
+
+
+def write(entry: Launches, gpu: str, file: Path) -> None:
+    """Put an entry into a table; a file that is not there begins as a copy of the shipped table."""
+    table = read(file if file.exists() else TABLE)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(table | {gpu: entry}), indent=2) + b"\n")
+
+
+def show_compiled(target: str) -> None:
+    out = rich.table.Table("kernel", "parameters", "registers", "spills", "per logit", box=rich.box.SIMPLE_HEAD)
+    tried = list(candidates(launches(target)))
+    logits, seeds = torch.empty(8, VOCABULARIES[1], dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
+    for each in rich.progress.track(tried, "compiling", console=console, transient=True):
+        (case,) = aot.record(partial(each.call, logits, seeds), target)
+        report = aot.compile_case(case)
+        per = "" if report.per_logit is None else f"{report.per_logit:.1f}"
+        out.add_row(each.kernel, str(each.parameters), str(report.registers), str(report.spilled), per)
+    console.print(out)
+
+
+@app.command()
+def bench(
+    table: Annotated[Path, typer.Option(help="Launch table to write the entry into.")] = Path("launches.json"),
+    target: Annotated[str, typer.Option(help="Without a GPU: compile the candidates for this one.")] = "sm_90",
+) -> None:
+    """Time the candidates on the GPU at hand and write the best into a launch table (AV_TRITON_LAUNCHES)."""
+    if not torch.cuda.is_available():
+        if target not in aot.TARGETS:
+            raise typer.BadParameter(f"{target}: known are {', '.join(aot.TARGETS)}", param_hint="--target")
+        show_compiled(target)
+        console.print(f"no GPU: nothing was timed and {table} was not written; compiled for {target}")
+        return
+    gpu = architecture()
+    now = launches(gpu)
+    tried = list(candidates(now))
+    score, faults = measure(tried, "cuda", on_gpu, list(itertools.product(ROWS, VOCABULARIES)))
+    chosen = {kernel: best(tried, score, faults, kernel) for kernel in Launches.__struct_fields__}
+    out = rich.table.Table("kernel", "parameters", "relative time", "", box=rich.box.SIMPLE_HEAD)
+    shapes = len(ROWS) * len(VOCABULARIES)
+    for each in sorted(tried, key=lambda each: (each.kernel, score[each])):
+        ratio = math.exp((score[each] - score[chosen[each.kernel]]) / shapes)
+        now_in_force = "in force" if getattr(now, each.kernel) == getattr(each.entry, each.kernel) else ""
+        out.add_row(each.kernel, str(each.parameters), faults[each] or f"{ratio:.3f}", now_in_force)
+    console.print(out)
+    entry = Launches(**{kernel: getattr(each.entry, kernel) for kernel, each in chosen.items()})
+    write(entry, gpu, table)
+    console.print(f"{gpu}: written to {table}; put it in force with AV_TRITON_LAUNCHES={table}")
