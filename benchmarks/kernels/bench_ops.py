@@ -19,6 +19,7 @@ def ops(rows: int, positions: int) -> dict[str, Callable[[], object]]:
     g = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, positions, VOCAB, generator=g).bfloat16().to(DEVICE)
     confidence = torch.rand(rows, positions, generator=g).to(DEVICE)
+    seeds = torch.arange(rows * positions, device=DEVICE).view(rows, positions)
     drafts = torch.full((rows,), positions, dtype=torch.int32, device=DEVICE)
     budget = torch.full((1,), rows * positions // 3, dtype=torch.int32, device=DEVICE)
     slope, intercepts = torch.full((1,), 0.5, device=DEVICE), torch.full((positions,), -0.2, device=DEVICE)
@@ -28,6 +29,7 @@ def ops(rows: int, positions: int) -> dict[str, Callable[[], object]]:
     sums = av.accumulate(features, drafts, drafts, slope, intercepts[None])
     return {
         "score_logits": partial(av.score_logits, logits, slope, intercepts),
+        "sample_and_score": partial(av.sample_and_score, logits, seeds),
         "survival": partial(av.survival, confidence),
         "segmented_topk": partial(av.segmented_topk, survival, drafts, budget),
         "choose_budget": partial(av.choose_budget, survival, drafts, cost),
@@ -37,7 +39,7 @@ def ops(rows: int, positions: int) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize("shape", [(16, 7), (64, 7)], ids=lambda shape: f"{shape[0]} x {shape[1]}")
-@pytest.mark.parametrize("name", ["score_logits", "survival", "segmented_topk", "choose_budget", "accumulate", "refit"])
+@pytest.mark.parametrize("name", ops(1, 1))
 def test_op(benchmark, name: str, shape: tuple[int, int]) -> None:
     call = ops(*shape)[name]
 

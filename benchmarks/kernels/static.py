@@ -78,7 +78,7 @@ def _score_arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 def score(target: str) -> Iterator[Static]:
     (case,) = aot.record(partial(av.score_logits, *_score_arguments()), target)
     report = aot.compile_case(case)
-    _, chunk, block, warps = launch_shape(VOCAB, 2)
+    _, chunk, block, warps = launch_shape(VOCAB, 2, target)
     lanes, total = warps * aot.TARGETS[target].warp_size, None
     if report.per_logit is not None:
         body = report.per_logit * block / lanes

@@ -75,3 +75,12 @@ def score_torch(
     rest = (torch.logsumexp(x, -1) - x.amax(-1)).exp() - 1.0
     features = (-torch.log(rest.clamp_min(0.0))).clamp(-MAX_LOG_ODDS, MAX_LOG_ODDS)
     return features, torch.sigmoid(slope * features + intercepts)
+
+
+def sample_torch(
+    logits: torch.Tensor, slope: torch.Tensor, intercepts: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, features, scores): `score_torch`, and a draw by the exponential race."""
+    features, scores = score_torch(logits, slope, intercepts, temperature)
+    q = torch.softmax(logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None, None], -1)
+    return (q / torch.empty_like(q).exponential_()).argmax(-1), features, scores

@@ -37,10 +37,13 @@ class SGLangPlanner:
             req_pool_indices_cpu=self.slots,
         )
 
-    def lengths(self, budget: int) -> torch.Tensor:
-        """Drafts admitted per request, int32 [B], by its torch path."""
-        return ScheduleVerifyLensTopk.torch(confidence=self.confidence, budget=budget, cfg=self.config) - 1
-
     def schedule(self, budget: int) -> torch.Tensor:
         """Its Triton path, eager as in its worker."""
         return ScheduleVerifyLensTopk.triton(confidence=self.confidence, budget=budget, cfg=self.config)
+
+
+def lengths(confidence: torch.Tensor, budget: int) -> torch.Tensor:
+    """Drafts admitted per request, int32 [B], by SGLang's kernel on a GPU and by its torch path on a CPU."""
+    config = DSparkScheduleConfig(gamma=confidence.shape[1])
+    form = ScheduleVerifyLensTopk.triton if confidence.is_cuda else ScheduleVerifyLensTopk.torch
+    return form(confidence=confidence, budget=budget, cfg=config).to(torch.int32) - 1

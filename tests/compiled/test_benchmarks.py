@@ -5,6 +5,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import av_triton as av
 from benchmarks.kernels import device, host, run, static
 from benchmarks.kernels.compare import Comparison, compare, in_turns
 
@@ -55,10 +56,27 @@ def test_a_wrong_budget_is_found_on_the_same_shape(monkeypatch):
 
 def test_a_wrong_score_is_found_on_the_same_shape(monkeypatch):
     arguments = (torch.device("cpu"), ((2, 3, 500),), 1, 1, float("inf"))
-    assert all(c.speed_up is not None for c in device.score_grid(*arguments).comparisons)
+    assert all(c.speed_up is not None for c in device.logits_grid(*arguments).comparisons)
     score = device.confidence.score_torch
     monkeypatch.setattr(device.confidence, "score_torch", lambda *args: [x + 0.01 for x in score(*args)])
-    assert all(c.speed_up is None for c in device.score_grid(*arguments).comparisons)
+    assert all(c.speed_up is None for c in device.logits_grid(*arguments).comparisons)
+
+
+def test_a_wrong_token_is_found(monkeypatch):
+    arguments = (torch.device("cpu"), ((2, 3, 500),), 1, 1, float("inf"))
+    sample = av.sample_and_score
+    monkeypatch.setattr(av, "sample_and_score", lambda x, seeds, t: sample(x, seeds + 1, t))
+    found = {c.what: c.wrong for c in device.logits_grid(*arguments).comparisons}
+    assert found["score"] == ""
+    assert found["sample and score"].startswith("the token is off")
+
+
+def test_a_wrong_step_is_found(monkeypatch):
+    (right,) = device.learn_grid(torch.device("cpu"), 1, 1)
+    assert right.wrong == ""
+    step = device.estimation.newton_step
+    monkeypatch.setattr(device.estimation, "newton_step", lambda *args: step(*args, ridge=10.0))
+    assert all(c.wrong for c in device.learn_grid(torch.device("cpu"), 1, 1))
 
 
 def test_wrong_lengths_are_found():

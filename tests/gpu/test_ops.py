@@ -7,6 +7,7 @@ import av_triton as av
 from av_triton.ops.accumulate import accumulate_reference
 from av_triton.ops.logit_max import logit_max_reference
 from av_triton.ops.refit import refit_reference
+from av_triton.ops.sample import sample_and_score_reference
 from av_triton.ops.segmented_topk import segmented_topk_reference
 from av_triton.ops.survival import survival_reference
 from tests.gpu.conftest import DRY
@@ -48,6 +49,19 @@ def test_score_logits(device, full, generator):
     f, p = av.score_logits(x, w, b)
     torch.testing.assert_close(p.double(), torch.sigmoid(w.double() * f.double() + b.double()), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(f.double(), logit_max_reference(x.double()), rtol=1e-4, atol=1e-4)
+
+
+def test_sample_and_score(device, full, generator):
+    for vocab in vocabularies(full):
+        x = (3 * torch.randn(6, 3, vocab, generator=generator, device=device)).bfloat16()
+        seeds = torch.randint(-(2**62), 2**62, (6, 3), generator=generator, device=device)
+        t = torch.rand(6, 3, generator=generator, device=device) * 2
+        for given in (seeds, None):
+            token, f, z = av.sample_and_score(x, given, t)
+            expected = sample_and_score_reference(x.cpu(), None if given is None else given.cpu(), t.cpu())
+            assert torch.equal(token.cpu(), expected[0])
+            torch.testing.assert_close(f.cpu().double(), expected[1].double(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(z.cpu().double(), expected[2].double(), rtol=1e-4, atol=1e-4)
 
 
 def test_plan(device, full, generator):
