@@ -64,7 +64,7 @@ def compiled(target: str = "sm_90") -> Iterator[Static]:
     for work in aot.workloads():
         if work.quick:
             for case in aot.record(work.run, target):
-                if case.name != "logit_max_kernel":
+                if case.name not in ("logit_max_kernel", "sample_kernel"):
                     report = aot.compile_case(case, work.name)
                     yield Static(name=work.name, report=report, violations=aot.check(report, case.limits()))
     yield from score(target)
@@ -76,15 +76,24 @@ def _score_arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 
 def score(target: str) -> Iterator[Static]:
-    (case,) = aot.record(partial(av.score_logits, *_score_arguments()), target)
-    report = aot.compile_case(case)
-    _, chunk, block, warps = launch_shape(VOCAB, 2, target)
-    lanes, total = warps * aot.TARGETS[target].warp_size, None
-    if report.per_logit is not None:
-        body = report.per_logit * block / lanes
-        total = (report.instructions + body * (chunk / block - 1)) / (chunk / lanes)
-    violations = aot.check(report, case.limits())
-    yield Static(name="score, ours", report=report, violations=violations, in_loop=report.per_logit, per_logit=total)
+    """The score alone, with the argmax, and with a drawn token."""
+    logits, *others = _score_arguments()
+    seeds = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    for name, run in (
+        ("score, ours", partial(av.score_logits, logits, *others)),
+        ("score and argmax, ours", partial(av.sample_and_score, logits, None)),
+        ("score and draw, ours", partial(av.sample_and_score, logits, seeds)),
+    ):
+        (case,) = aot.record(run, target)
+        report = aot.compile_case(case)
+        total = None
+        if report.per_logit is not None and case.name == "logit_max_kernel":
+            _, chunk, block, warps = launch_shape(VOCAB, 2, target)
+            lanes = warps * aot.TARGETS[target].warp_size
+            body = report.per_logit * block / lanes
+            total = (report.instructions + body * (chunk / block - 1)) / (chunk / lanes)
+        violations = aot.check(report, case.limits())
+        yield Static(name=name, report=report, violations=violations, in_loop=report.per_logit, per_logit=total)
 
 
 def published_score(target: str) -> Iterator[Static]:
