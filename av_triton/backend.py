@@ -54,7 +54,8 @@ def _compiler_of(driver: Any) -> str:
 
 
 def architecture() -> str:
-    """The GPU that kernels are compiled for, as in `launches.json`: "sm_90", "gfx942", ..., or "interpreter"."""
+    """The GPU that kernels are compiled for, as in `launches.json`: "sm_90", "gfx942", ... (of several the
+    one that was current at the first call), or "interpreter"."""
     return "interpreter" if triton.knobs.runtime.interpret else _architecture_of(triton.runtime.driver.active)
 
 

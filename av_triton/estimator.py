@@ -13,7 +13,7 @@ from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
 from av_triton.ops import sample as _sample
 from av_triton.ops._checks import INTEGERS, check_logits, check_seeds, check_vector, temperature_argument
-from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, launch_shape, logit_max_kernel, logit_max_reference
+from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
@@ -37,8 +37,8 @@ class Coefficients(msgspec.Struct, frozen=True):
 class Drafts(NamedTuple):
     """Drafts that were drawn and scored in one read of the logits; [B, k], or [B] at one position.
 
-    tokens: int64. scores: float32, acceptance probabilities. log_normalisers: float32; the log of the probability that
-    token v was drawn is logits[v] / temperature - log_normaliser.
+    tokens: int64. scores: float32, acceptance probabilities. log_normalisers: float32; token v was drawn with the log
+    probability logits[v] / max(temperature, 1e-4) - log_normaliser, but at temperature 0, where the draw is certain.
     """
 
     tokens: torch.Tensor
@@ -181,14 +181,7 @@ class AcceptanceEstimator:
             parts = [logit_max_reference(x, t) for x, t, _ in self._in_cache(logits, count, pointer, value or None)]
             self._store(torch.cat(parts).float(), slots, first)
         elif rows:
-            s, vocab = self.state, logits.shape[-1]
-            splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
-            logit_max_kernel[(rows * count, splits)](
-                logits, logits.stride(0), logits.stride(1) if logits.dim() == 3 else 0, vocab, chunk, count, first,
-                pointer, value, self._partials[0], self._partials[1], None, self._tickets, None, None,
-                s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
-                None, None, SPLITS=splits, BLOCK=block, P=s.features.shape[1], num_warps=warps,
-            )  # fmt: skip
+            self._launch(logits, slots, None, count, first, pointer, value, (None, None))
         return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
 
     def sample(
@@ -206,21 +199,15 @@ class AcceptanceEstimator:
         Returns views of buffers that the next call overwrites. A row without a slot (-1) gets token 0.
         """
         rows, first, count = self._check_drafts(logits, slots, position)
-        seeds = check_seeds(seeds, logits.shape[:-1], self.device)
+        check_seeds(seeds, logits.shape[:-1], self.device)
         pointer, number = temperature_argument(temperature, (rows,), self.device)
         value = 1.0 if temperature is None else number
         outputs = self._row_tokens, self._row_scores, self._row_normalisers
         if not use_triton(self.device):
             self._sample_torch(logits, slots, seeds, first, count, pointer, value)
         elif rows:
-            s = self.state
-            _sample.launch(
-                logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, pointer, value,
-                self._partials, self._partial_tokens, self._tickets,
-                (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
-                 self._row_tokens, self._row_normalisers),
-                s.features.shape[1],
-            )  # fmt: skip
+            drawn = self._row_tokens, self._row_normalisers
+            self._launch(logits, slots, seeds, count, first, pointer, value, drawn)
         at = slice(first, first + count) if position is None else position
         return Drafts(*(each[:rows, at] for each in outputs))
 
@@ -240,6 +227,25 @@ class AcceptanceEstimator:
         if logits.device != self.device:
             raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
         return (rows, 0, logits.shape[1]) if position is None else (rows, position, 1)
+
+    def _launch(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        seeds: torch.Tensor | None,
+        count: int,
+        first: int,
+        temperature: torch.Tensor | None,
+        value: float,
+        drawn: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        s = self.state
+        _sample.launch(
+            logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, temperature, value,
+            self._partials, self._partial_tokens, self._tickets,
+            (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts, *drawn),
+            s.features.shape[1],
+        )  # fmt: skip
 
     def _in_cache(
         self, logits: torch.Tensor, count: int, temperature: torch.Tensor | None, value: float | None
@@ -265,7 +271,7 @@ class AcceptanceEstimator:
         value: float,
     ) -> None:
         drawn = [
-            _sample.sample_and_score_reference(x, None if seeds is None else seeds.view(-1, count)[part], t)
+            _sample.sample_and_score_reference(x, None if seeds is None else seeds.reshape(-1, count)[part], t)
             for x, t, part in self._in_cache(logits, count, temperature, value)
         ]
         tokens, f, normalisers = (torch.cat(parts) for parts in zip(*drawn, strict=True))

@@ -33,7 +33,7 @@ class LogitMaxLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _check("block_bytes", self.block_bytes, 1024, 65536)
         _check("logits", self.logits, 1024, 1 << 18)
-        _check("warps", self.warps, 1, 32)
+        _check("warps", self.warps, 1, 16)
 
 
 class SampleLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class SampleLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _check("logits", self.logits, 8192, 1 << 18)
-        _check("warps", self.warps, 1, 32)
+        _check("warps", self.warps, 1, 16)
 
 
 class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +59,8 @@ def read(path: Path) -> dict[str, Launches]:
     try:
         table = msgspec.json.decode(path.read_bytes(), type=dict[str, Launches])
     except (OSError, msgspec.DecodeError) as error:
-        raise ValueError(f"launch table {path}: {error}; write one with `av-triton bench --table FILE`") from error
+        remedy = "write one with `av-triton bench --table FILE`, or unset AV_TRITON_LAUNCHES"
+        raise ValueError(f"launch table {path}: {error}; {remedy}") from error
     if OTHERS not in table:
         raise ValueError(f'launch table {path} has no entry "{OTHERS}": copy one from {TABLE}')
     return table

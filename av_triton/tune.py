@@ -23,8 +23,8 @@ import typer
 
 import av_triton as av
 from av_triton import aot
-from av_triton.backend import architecture
-from av_triton.launches import TABLE, Launches, LogitMaxLaunch, SampleLaunch, launches, read, trial
+from av_triton.backend import architecture, use_triton
+from av_triton.launches import OTHERS, TABLE, Launches, LogitMaxLaunch, SampleLaunch, read, trial
 from av_triton.ops.sample import sample_and_score_reference
 
 VOCABULARIES = (32_000, 129_280, 151_936)
@@ -33,6 +33,9 @@ CHECKED = 4  # rows
 
 app = typer.Typer(add_completion=False)
 console = rich.console.Console(width=120, highlight=False)
+
+
+Reference = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -59,11 +62,9 @@ def candidates(now: Launches) -> Iterator[Candidate]:
         yield Candidate("sample", msgspec.structs.replace(now, sample=SampleLaunch(logits=logits, warps=warps)))
 
 
-def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor) -> str:
+def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor, expected: Reference) -> str:
     """What a candidate gets wrong, in words; empty if nothing."""
     token, feature, normaliser = candidate.call(logits[:CHECKED], seeds[:CHECKED])
-    drawn = seeds[:CHECKED].cpu() if candidate.kernel == "sample" else None
-    expected = sample_and_score_reference(logits[:CHECKED].cpu(), drawn)
     if not torch.equal(token.cpu(), expected[0]):
         return f"tokens {token.tolist()}, should be {expected[0].tolist()}"
     worst = max(float((a.cpu() - b).abs().max()) for a, b in zip((feature, normaliser), expected[1:], strict=True))
@@ -71,8 +72,12 @@ def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor) -> st
 
 
 def on_gpu(call: Callable[[], object]) -> float:
-    """Median milliseconds, L2 cold."""
-    return float(triton.testing.do_bench(call, warmup=5, rep=30, return_mode="median"))
+    """Median milliseconds, L2 cold; replayed from a graph, for a large row takes less time than the host needs."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return float(triton.testing.do_bench(graph.replay, warmup=5, rep=30, return_mode="median"))
 
 
 def measure(
@@ -86,10 +91,18 @@ def measure(
     for rows, vocab in rich.progress.track(shapes, "timing", console=console, transient=True):
         logits = torch.randn(rows, vocab, device=device).bfloat16()
         seeds = torch.arange(rows, device=device)
+        first, drawn = logits[:CHECKED].cpu(), seeds[:CHECKED].cpu()
+        expected = {
+            "logit_max": sample_and_score_reference(first, None),
+            "sample": sample_and_score_reference(first, drawn),
+        }
         for candidate in tried:
-            faults[candidate] = faults[candidate] or wrong(candidate, logits, seeds)
-            if not faults[candidate]:
-                score[candidate] += math.log(milliseconds(partial(candidate.call, logits, seeds)))
+            try:
+                faults[candidate] = faults[candidate] or wrong(candidate, logits, seeds, expected[candidate.kernel])
+                if not faults[candidate]:
+                    score[candidate] += math.log(milliseconds(partial(candidate.call, logits, seeds)))
+            except triton.runtime.errors.OutOfResources as error:
+                faults[candidate] = str(error)
     return score, faults
 
 
@@ -100,15 +113,13 @@ def best(tried: list[Candidate], score: dict[Candidate, float], faults: dict[Can
     return min(right, key=lambda each: score[each])
 
 
-def write(entry: Launches, gpu: str, file: Path) -> None:
-    """Put an entry into a table; a file that is not there begins as a copy of the shipped table."""
-    table = read(file if file.exists() else TABLE)
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(table | {gpu: entry}), indent=2) + b"\n")
+def write(table: dict[str, Launches], file: Path) -> None:
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
 
 
-def show_compiled(target: str) -> None:
+def show_compiled(target: str, now: Launches) -> None:
     out = rich.table.Table("kernel", "parameters", "registers", "spills", "per logit", box=rich.box.SIMPLE_HEAD)
-    tried = list(candidates(launches(target)))
+    tried = list(candidates(now))
     logits, seeds = torch.empty(8, VOCABULARIES[1], dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
     for each in rich.progress.track(tried, "compiling", console=console, transient=True):
         (case,) = aot.record(partial(each.call, logits, seeds), target)
@@ -123,15 +134,26 @@ def bench(
     table: Annotated[Path, typer.Option(help="Launch table to write the entry into.")] = Path("launches.json"),
     target: Annotated[str, typer.Option(help="Without a GPU: compile the candidates for this one.")] = "sm_90",
 ) -> None:
-    """Time the candidates on the GPU at hand and write the best into a launch table (AV_TRITON_LAUNCHES)."""
+    """Time the candidates on the GPU at hand and write the best into a launch table (AV_TRITON_LAUNCHES).
+
+    A table that is not there begins as a copy of the shipped one.
+    """
+    try:
+        entries = read(table if table.exists() else TABLE)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--table") from error
     if not torch.cuda.is_available():
         if target not in aot.TARGETS:
             raise typer.BadParameter(f"{target}: known are {', '.join(aot.TARGETS)}", param_hint="--target")
-        show_compiled(target)
+        show_compiled(target, entries.get(target, entries[OTHERS]))
         console.print(f"no GPU: nothing was timed and {table} was not written; compiled for {target}")
         return
+    if not use_triton(torch.device("cuda")) or triton.knobs.runtime.interpret:
+        console.print("the kernels do not run here: unset AV_TRITON_BACKEND and TRITON_INTERPRET")
+        raise typer.Exit(1)
     gpu = architecture()
-    now = launches(gpu)
+    now = entries.get(gpu, entries[OTHERS])
+    write(entries, table)  # fails now rather than after all the timing
     tried = list(candidates(now))
     score, faults = measure(tried, "cuda", on_gpu, list(itertools.product(ROWS, VOCABULARIES)))
     chosen = {kernel: best(tried, score, faults, kernel) for kernel in Launches.__struct_fields__}
@@ -143,5 +165,5 @@ def bench(
         out.add_row(each.kernel, str(each.parameters), faults[each] or f"{ratio:.3f}", now_in_force)
     console.print(out)
     entry = Launches(**{kernel: getattr(each.entry, kernel) for kernel, each in chosen.items()})
-    write(entry, gpu, table)
+    write(entries | {gpu: entry}, table)
     console.print(f"{gpu}: written to {table}; put it in force with AV_TRITON_LAUNCHES={table}")

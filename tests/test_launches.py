@@ -64,7 +64,7 @@ def test_a_table_of_the_user_is_in_force_for_the_gpus_it_names(use_table):
         (
             '{"default": {"logit_max": {"block_bytes": 8192, "logits": 16384, "warps": 6}, '
             '"sample": {"logits": 8192, "warps": 8}}}',
-            "warps = 6: give a power of 2 from 1 to 32",
+            "warps = 6: give a power of 2 from 1 to 16",
         ),
         ("{}", 'no entry "default": copy one from'),
     ],

@@ -157,7 +157,8 @@ def demo(
         for each in drafters:
             if k > each.most:
                 raise typer.BadParameter(f"--k {k}: the {each.name} drafter predicts {each.most} tokens at most")
-            cost = measure_costs(model, each, batch, k, sum(map(len, ids)) // len(ids) + max_new // 2)
+            context = sum(map(len, ids)) // len(ids) + max_new // 2
+            cost = measure_costs(model, each, batch, k, context, Sampler(temperature, top_p, seed, device))
             curve = ", ".join(f"{tokens}: {ms:.0f}" for tokens, ms in cost.verify)
             console.print(f"costs in ms: draft {cost.draft[-1][1]:.0f}; verify by tokens {curve}")
             # Both drafters cost less when they draft less. A step that explores drafts to full depth: keep these few.

@@ -279,11 +279,10 @@ def choose_threads(model: Model, batch: int, context: int) -> int:
     return best
 
 
-def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, context: int) -> CostTable:
+def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, context: int, sampler: Sampler) -> CostTable:
     """Step times by size on this machine, at a context of `context` tokens per request."""
     cache = model.cache(batch, context + depth + 1)
     draft_cache = drafter.cache(cache)
-    greedy = Sampler(0.0, 1.0, 0, model.device)
 
     def rows(n: int) -> Tensor:
         return torch.arange(n, device=model.device)
@@ -291,7 +290,7 @@ def measure_costs(model: Model, drafter: Drafter, batch: int, depth: int, contex
     def draft(requests: int) -> None:
         slots = rows(requests)
         lengths = torch.full_like(slots, context)
-        drafter.draft(slots, slots, lengths, depth, draft_cache, lambda logits, _: greedy.draw(logits)[0])
+        drafter.draft(slots, slots, lengths, depth, draft_cache, lambda logits, _: sampler.draw(logits)[0])
 
     def verify(n: int) -> None:
         slots = rows(min(n, batch))

@@ -8,13 +8,19 @@ from torch import Tensor
 from av_triton.ops.logit_max import argmax
 from av_triton.ops.sample import sample_and_score
 
+# Log-normalisers are float32: far below it logits / temperature would be too large for them.
+LEAST_TEMPERATURE = 0.01
+
 
 class Sampler:
     """One temperature for drafter and target, nucleus on the target only; temperature 0 is greedy."""
 
     def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device | str = "cpu") -> None:
-        if temperature < 0 or not 0 < top_p <= 1:
-            raise ValueError(f"temperature {temperature}, top-p {top_p}: give a temperature >= 0 and 0 < top-p <= 1")
+        if not (temperature == 0 or temperature >= LEAST_TEMPERATURE) or not 0 < top_p <= 1:
+            raise ValueError(
+                f"temperature {temperature}, top-p {top_p}: give temperature 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}, and 0 < top-p <= 1"
+            )
         self.temperature, self.top_p = temperature, top_p
         self.generator = torch.Generator(device).manual_seed(seed)
 

@@ -45,16 +45,15 @@ def temperature_argument(
     return None, value
 
 
-def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """int64 of `shape`, made contiguous; None stays None."""
+def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> None:
+    """None, or int64 of `shape`."""
     if seeds is None:
-        return None
+        return
     if not isinstance(seeds, torch.Tensor) or seeds.dtype != torch.int64 or seeds.device != device:
         what = f"{seeds.dtype} on {seeds.device}" if isinstance(seeds, torch.Tensor) else repr(seeds)
         raise ValueError(f"seeds are {what}: give int64 on {device}, one per draft, or None for the argmax")
     if seeds.shape != torch.Size(shape):
         raise ValueError(f"seeds have shape {tuple(seeds.shape)}: give one per draft, {tuple(shape)}")
-    return seeds.contiguous()
 
 
 def check_vector(

@@ -308,11 +308,10 @@ def launch_shape(vocab: int, itemsize: int, gpu: str | None = None) -> tuple[int
     return _launch_shape(launches(gpu or architecture()).logit_max, vocab, itemsize)
 
 
-def scratch(items: int, vocab: int, itemsize: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(partials float32 [2, items * splits], tickets int32 [items]) for `items` rows of `vocab` logits."""
-    splits = launch_shape(vocab, itemsize)[0]
+def scratch(items: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(partials float32 [2, items * MAX_SPLITS], tickets int32 [items]) for `items` rows: aligned for any number."""
     return (
-        torch.empty(2, items * splits, dtype=torch.float32, device=device),
+        torch.empty(2, items * MAX_SPLITS, dtype=torch.float32, device=device),
         torch.zeros(items, dtype=torch.int32, device=device),
     )
 
@@ -325,7 +324,7 @@ def _run(
     first, second = (torch.empty(n, dtype=torch.float32, device=rows.device) for _ in range(2))
     if n:
         pointer, value = temperature_argument(temperature, logits.shape[:-1], rows.device)
-        parts, ticket = scratch(n, vocab, rows.element_size(), rows.device)
+        parts, ticket = scratch(n, rows.device)
         splits, chunk, block, warps = launch_shape(vocab, rows.element_size())
         logit_max_kernel[(n, splits)](
             rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1], None, ticket,

@@ -99,14 +99,14 @@ def _gumbel(r):
 
 
 @triton.jit
-def _take(row, at, hi, r, scale, random, m, c, best, token):
+def _take(row, at, hi, r, scale, unit, random, m, c, best, token):
     """Fold one block of logits into the running (m, c) and the running winner, per lane."""
     x = tl.load(row + at, mask=at < hi, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
     d = x - m
     e = tl.exp2(tl.abs(d) * -scale)
     c = c * tl.where(d > 0.0, e, 1.0) + e
     m = tl.maximum(m, x)
-    y = x * scale + _gumbel(r) * random
+    y = x * unit + _gumbel(r) * random
     won = y > best
     return m, c, tl.where(won, y, best), tl.where(won, at, token)
 
@@ -114,7 +114,9 @@ def _take(row, at, hi, r, scale, random, m, c, best, token):
 @triton.jit
 def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr):
     """(m, c, y, token) of row[lo:hi]: the partial as `row_partial` gives it, and the largest y = (x / T + G) log2(e)
-    with its token. `random` is 0 for a greedy row, which has no G."""
+    with its token. `random` is 0 for a greedy row, which has no G and whose y is x: scaling would round neighbours
+    together."""
+    unit = tl.where(random > 0.0, scale, 1.0)
     lane = tl.arange(0, BLOCK)
     zero = tl.zeros([BLOCK], tl.uint32)
     m = tl.full([BLOCK], _EMPTY, tl.float32)
@@ -124,17 +126,17 @@ def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr):
     for j in tl.range(lo, hi, 4 * BLOCK):
         group = tl.full([BLOCK], j // (4 * BLOCK), tl.uint32)
         r0, r1, r2, r3 = tl.philox(seed, lane.to(tl.uint32), group, zero, zero)
-        m, c, best, token = _take(row, j + lane, hi, r0, scale, random, m, c, best, token)
-        m, c, best, token = _take(row, j + BLOCK + lane, hi, r1, scale, random, m, c, best, token)
-        m, c, best, token = _take(row, j + 2 * BLOCK + lane, hi, r2, scale, random, m, c, best, token)
-        m, c, best, token = _take(row, j + 3 * BLOCK + lane, hi, r3, scale, random, m, c, best, token)
+        m, c, best, token = _take(row, j + lane, hi, r0, scale, unit, random, m, c, best, token)
+        m, c, best, token = _take(row, j + BLOCK + lane, hi, r1, scale, unit, random, m, c, best, token)
+        m, c, best, token = _take(row, j + 2 * BLOCK + lane, hi, r2, scale, unit, random, m, c, best, token)
+        m, c, best, token = _take(row, j + 3 * BLOCK + lane, hi, r3, scale, unit, random, m, c, best, token)
     top, rest = fold(m, c, scale, BLOCK)
     y = tl.max(best, 0)
     return top, rest, y, tl.min(tl.where(best == y, token, vocab - 1), 0)
 
 
 @triton.jit(
-    do_not_specialize=["positions", "first_position", "num_slots"],
+    do_not_specialize=["positions", "first_position", "seed_stride", "seed_position_stride", "num_slots"],
     do_not_specialize_on_alignment=["slots", "seeds", "temperature"],
 )
 def sample_kernel(
@@ -146,6 +148,8 @@ def sample_kernel(
     positions,
     first_position,
     seeds,
+    seed_stride,
+    seed_position_stride,
     temperature,
     temperature_value,
     part_m,
@@ -167,7 +171,7 @@ def sample_kernel(
     BLOCK: tl.constexpr,
     P: tl.constexpr,
 ):
-    """As `logit_max_kernel`, with a token drawn by the seed of every row and position, int64 [rows * positions]."""
+    """As `logit_max_kernel`, with a token drawn by the seed of every row and position, int64."""
     item = tl.program_id(0)
     split = tl.program_id(1)
     row = (item // positions).to(tl.int64)
@@ -183,7 +187,8 @@ def sample_kernel(
         hi = tl.minimum(lo + chunk, vocab)
         base = logits + row * row_stride + j.to(tl.int64) * position_stride
         random = tl.where(t > 0.0, 1.0, 0.0)
-        m, c, y, token = _row_sample(base, lo, hi, scale, random, tl.load(seeds + item), vocab, BLOCK)
+        seed = tl.load(seeds + row * seed_stride + j * seed_position_stride)
+        m, c, y, token = _row_sample(base, lo, hi, scale, random, seed, vocab, BLOCK)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS + split
@@ -221,10 +226,8 @@ def _sample_and_score(
     logits: torch.Tensor, seeds: torch.Tensor | None, temperature: torch.Tensor | None, value: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not use_triton(logits.device):
-        # -1 stands for no temperature, for 0 is greedy.
-        number = 1.0 if value < 0 else value
         token, feature, normaliser = sample_and_score_reference(
-            logits, seeds, number if temperature is None else temperature
+            logits, seeds, value if temperature is None else temperature
         )
         return token, feature.float(), normaliser.float()
     shape, rows = logits.shape[:-1], logits.reshape(-1, logits.shape[-1])
@@ -235,7 +238,7 @@ def _sample_and_score(
         t = None if temperature is None else temperature.reshape(-1)
         parts = torch.empty(3, n * MAX_SPLITS, dtype=torch.float32, device=rows.device)
         launch(
-            rows, 0, 1, 0, None if seeds is None else seeds.reshape(-1), t, 1.0 if value < 0 else value, parts,
+            rows, 0, 1, 0, None if seeds is None else seeds.reshape(-1), t, value, parts,
             torch.empty(n * MAX_SPLITS, dtype=torch.int32, device=rows.device),
             torch.zeros(n, dtype=torch.int32, device=rows.device),
             (feature, None, None, None, n, None, None, None, token, normaliser), 1,
@@ -252,13 +255,13 @@ def launch(
     temperature: torch.Tensor | None,
     value: float,
     parts: torch.Tensor,
-    part_token: torch.Tensor,
+    part_token: torch.Tensor | None,
     ticket: torch.Tensor,
     outputs: tuple[object, ...],
     P: int,
 ) -> None:
-    """The kernel that draws, or without seeds the one that takes the argmax. logits [rows, ..., V]; parts float32
-    [3, >= items * splits]; outputs: the arguments from `features` to `normalisers`."""
+    """The kernel that draws, or without seeds the one that does not. logits [rows, ..., V]; seeds of any strides; parts
+    float32 [3, >= items * splits]; outputs: the arguments from `features` to `normalisers`."""
     items, vocab = logits.shape[0] * positions, logits.shape[-1]
     cut = (logits, logits.stride(0), position_stride, vocab)
     if seeds is None:
@@ -269,9 +272,10 @@ def launch(
         )  # fmt: skip
     else:
         splits, chunk, warps = sample_shape(vocab)
+        strides = seeds.stride(0), seeds.stride(1) if seeds.dim() == 2 else 0
         sample_kernel[(items, splits)](
-            *cut, chunk, positions, first, seeds, temperature, value, parts[0], parts[1], parts[2], part_token, ticket,
-            *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
+            *cut, chunk, positions, first, seeds, *strides, temperature, value, parts[0], parts[1], parts[2],
+            part_token, ticket, *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
         )  # fmt: skip
 
 
@@ -295,14 +299,15 @@ def sample_and_score(
         temperature: None (1), a number, or float32 [...]. 0 is greedy: the first maximum; else clamped to >= 1e-4.
 
     Returns:
-        (token int64, feature float32, log-normaliser float32), each [...]. The feature is that of `logit_max`; the log
-        of the probability of token v is logits[v] / temperature - log-normaliser. A row that is all -inf gives
-        (0, -40, -inf); one with a NaN (a token that is not NaN where there is one, -40, NaN).
+        (token int64, feature float32, log-normaliser float32), each [...]. The feature is that of `logit_max`. Token v
+        has the log probability logits[v] / max(temperature, 1e-4) - log-normaliser, to about 1e-7 of the largest
+        |logit| / temperature (but at temperature 0 the draw is certain). A row that is all -inf gives (0, -40, -inf);
+        one with a NaN (a token that is not NaN where there is one, -40, NaN).
 
-    The token is that of `sample_and_score_reference` unless the two best sums are closer than about 1e-5: logarithms
-    are the device's.
+    The token is that of `sample_and_score_reference` unless the two best sums are closer than about 1e-5, or 4e-7 of
+    the largest |logit| / temperature: sums are float32, logarithms the device's.
     """
     check_logits(logits, MAX_VOCAB)
-    seeds = check_seeds(seeds, logits.shape[:-1], logits.device)
+    check_seeds(seeds, logits.shape[:-1], logits.device)
     pointer, value = temperature_argument(temperature, logits.shape[:-1], logits.device)
-    return _sample_and_score(logits, seeds, pointer, -1.0 if temperature is None else value)
+    return _sample_and_score(logits, seeds, pointer, 1.0 if temperature is None else value)

@@ -65,7 +65,7 @@ def _score_logits(
     x = logits.reshape(-1, positions, vocab)
     f, p = (torch.empty(logits.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     if n := f.numel():
-        parts, ticket = scratch(n, vocab, x.element_size(), x.device)
+        parts, ticket = scratch(n, x.device)
         splits, chunk, block, warps = launch_shape(vocab, x.element_size())
         logit_max_kernel[(n, splits)](
             x, x.stride(0), x.stride(1), vocab, chunk, positions, 0, temperature, value, parts[0], parts[1], None,

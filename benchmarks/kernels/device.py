@@ -141,9 +141,9 @@ def topk_torch(survival: torch.Tensor, budget: int) -> torch.Tensor:
 def plan_grid(device: torch.device, rounds: int, calls: int) -> list[Comparison]:
     """Segmented top-k against torch's and SGLang's, and `choose_budget` against the formula in float64 torch."""
     try:
-        from benchmarks.peers.sglang import lengths as sglang_lengths
+        from benchmarks.peers.sglang import verify_lengths
     except ImportError:
-        sglang_lengths = None
+        verify_lengths = None
     found: list[Comparison] = []
     for rows, positions in PLAN_SHAPES if device.type == "cuda" else PLAN_SHAPES[:1]:
         generator = torch.Generator(device).manual_seed(rows)
@@ -174,11 +174,12 @@ def plan_grid(device: torch.device, rounds: int, calls: int) -> list[Comparison]
                 **in_torch(formula, device),
             },
         }
-        if sglang_lengths is not None:
-            cases["survival, top-k"] = {"av_triton": from_scores, "SGLang": partial(sglang_lengths, scores, many)}
+        if verify_lengths is not None:
+            cases["survival, top-k"] = {"av_triton": from_scores, "SGLang": partial(verify_lengths, scores, many)}
         for what, arms in cases.items():
             ours, *peers = arms
-            wrong = {name: off("the result", arms[name](), arms[ours](), 0) for name in peers}
+            # SGLang counts the anchor.
+            wrong = {name: off("the result", arms[name]() - (name == "SGLang"), arms[ours](), 0) for name in peers}
             found += _compare(what, f"{rows} x {positions}", arms, wrong, rounds, calls, device)
     return found
 

@@ -102,7 +102,7 @@ def check_ops(confidence: torch.Tensor, cost: np.ndarray, budget: int, lengths: 
 def measure(shapes: tuple[tuple[int, int], ...] = SHAPES, rounds: int = ROUNDS, calls: int = CALLS) -> Host:
     torch.set_num_threads(1)
     try:
-        from benchmarks.peers.sglang import SGLangPlanner, lengths
+        from benchmarks.peers.sglang import SGLangPlanner, verify_lengths
     except ImportError as error:
         planner, skipped = None, f"SGLang's planner is not compared: {error}"
     else:
@@ -118,7 +118,7 @@ def measure(shapes: tuple[tuple[int, int], ...] = SHAPES, rounds: int = ROUNDS, 
         arms: dict[str, Callable[[], object]] = {NUMPY: partial(numpy_budget, confidence.numpy(), cost)}
         if planner is not None:
             peer = planner(confidence, steps)
-            wrong[SGLANG] = check_ops(confidence, cost, peer.budget(), lengths(confidence, peer.budget()))
+            wrong[SGLANG] = check_ops(confidence, cost, peer.budget(), verify_lengths(confidence, peer.budget()) - 1)
             wrong[SGLANG_ALL] = wrong[SGLANG]
             arms[SGLANG] = peer.budget
             arms[SGLANG_ALL] = lambda peer=peer: peer.schedule(peer.budget())

@@ -42,8 +42,8 @@ class SGLangPlanner:
         return ScheduleVerifyLensTopk.triton(confidence=self.confidence, budget=budget, cfg=self.config)
 
 
-def lengths(confidence: torch.Tensor, budget: int) -> torch.Tensor:
-    """Drafts admitted per request, int32 [B], by SGLang's kernel on a GPU and by its torch path on a CPU."""
+def verify_lengths(confidence: torch.Tensor, budget: int) -> torch.Tensor:
+    """Drafts admitted per request and the anchor, [B], by SGLang's kernel on a GPU and by its torch path on a CPU."""
     config = DSparkScheduleConfig(gamma=confidence.shape[1])
     form = ScheduleVerifyLensTopk.triton if confidence.is_cuda else ScheduleVerifyLensTopk.torch
-    return form(confidence=confidence, budget=budget, cfg=config).to(torch.int32) - 1
+    return form(confidence=confidence, budget=budget, cfg=config)

@@ -84,7 +84,7 @@ def _argmax_and_score(
         logits = torch.matmul(hidden_states[start : start + rows].to(weight.dtype), weight.T)
         blocks = logits.view(-1, positions, logits.shape[-1])
         if context.ranks.alone:
-            tokens[start : start + rows] = context.sample(blocks, start // positions).view(-1)
+            tokens[start : start + rows].view(-1, positions).copy_(context.sample(blocks, start // positions))
         else:
             tokens[start : start + rows] = context.score_shard(blocks, first_token, start // positions).view(-1)
     return tokens

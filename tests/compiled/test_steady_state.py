@@ -81,7 +81,8 @@ def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, 
 def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool, position: int | None) -> None:
     runtime = Runtime(BLOCK)
     logits = runtime.logits if position is None else runtime.logits[:, position]
-    seeds = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    seeds = torch.zeros(ROWS, K, dtype=torch.int64)
+    seeds = seeds if position is None else seeds[:, position]
     kernel = "sample_kernel" if drawn else "logit_max_kernel"
 
     def sample(rows: int, first: int) -> None:

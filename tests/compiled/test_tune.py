@@ -1,14 +1,15 @@
 """`av-triton bench` without a GPU: what is chosen, what is refused, what is written."""
 
 import itertools
-import json
+from functools import partial
 
-import msgspec
 import pytest
 import torch
+import triton
 import typer.testing
 
-from av_triton import launches, tune
+from av_triton import aot, launches, tune
+from av_triton.ops import logit_max
 
 
 @pytest.fixture
@@ -42,14 +43,25 @@ def test_a_wrong_candidate_is_never_chosen(tried, monkeypatch):
         tune.best(tried, score, dict.fromkeys(tried, "off by 2"), "sample")
 
 
-def test_an_entry_is_written_beside_the_others(tried, tmp_path):
-    file = tmp_path / "launches.json"
-    tune.write(tried[0].entry, "sm_80", file)
-    tune.write(tried[1].entry, "gfx942", file)
-    table = launches.read(file)
-    assert (table["sm_80"], table["gfx942"]) == (tried[0].entry, tried[1].entry)
-    assert table["default"] == launches.read(launches.TABLE)["default"]
-    assert json.loads(file.read_bytes())["sm_80"]["logit_max"] == msgspec.to_builtins(tried[0].entry.logit_max)
+def test_a_candidate_that_does_not_fit_is_left_out(tried):
+    def milliseconds(call):
+        if call.func.__self__ is tried[1]:
+            raise triton.runtime.errors.OutOfResources(2, 1, "threads")
+        return 1.0
+
+    score, faults = measure(tried, milliseconds)
+    assert "out of resource: threads" in faults[tried[1]]
+    assert tune.best(tried, score, faults, "logit_max") is tried[0]
+
+
+def test_a_candidate_is_what_is_launched(tried):
+    logits, seeds = torch.empty(4, 129_280, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+    for each in (tried[0], tried[-1]):
+        (case,) = aot.record(partial(each.call, logits, seeds), "sm_90")
+        assert case.options["num_warps"] == each.parameters["warps"]
+        assert case.name == f"{each.kernel}_kernel"
+    with launches.trial(tried[0].entry):
+        assert logit_max.launch_shape(129_280, 2, "sm_90")[2] == tried[0].parameters["block_bytes"] // 2
 
 
 def test_without_a_gpu_nothing_is_written(monkeypatch, tried, tmp_path):
@@ -60,8 +72,23 @@ def test_without_a_gpu_nothing_is_written(monkeypatch, tried, tmp_path):
     done = typer.testing.CliRunner().invoke(tune.app, ["--table", str(file)])
     assert done.exit_code == 0, done.output
     assert "logit_max" in done.output
+    assert "sample" in done.output
     assert "no GPU: nothing was timed" in done.output
     assert not file.exists()
+
+
+def test_a_table_is_written_as_it_is_read(tried, tmp_path):
+    file = tmp_path / "launches.json"
+    table = launches.read(launches.TABLE) | {"sm_80": tried[0].entry}
+    tune.write(table, file)
+    assert launches.read(file) == table
+
+
+def test_a_broken_table_is_refused_before_anything_is_timed(tmp_path):
+    (tmp_path / "launches.json").write_text("{")
+    done = typer.testing.CliRunner().invoke(tune.app, ["--table", str(tmp_path / "launches.json")])
+    assert done.exit_code == 2
+    assert "--table" in done.output
 
 
 def test_an_unknown_target_is_refused():

@@ -54,7 +54,7 @@ def test_nucleus_keeps_the_smallest_set():
     assert int((nucleus(wide, 0.9) > 0).sum()) in (900, 901)
 
 
-@pytest.mark.parametrize("temperature, top_p", [(-1.0, 0.9), (1.0, 0.0), (1.0, 1.5)])
+@pytest.mark.parametrize("temperature, top_p", [(-1.0, 0.9), (1e-3, 0.9), (1.0, 0.0), (1.0, 1.5)])
 def test_bad_settings_are_refused(temperature, top_p):
-    with pytest.raises(ValueError, match="give a temperature >= 0 and 0 < top-p <= 1"):
+    with pytest.raises(ValueError, match=r"give temperature 0 \(greedy\) or at least 0.01, and 0 < top-p <= 1"):
         Sampler(temperature, top_p, 0)

@@ -109,6 +109,19 @@ def test_without_seeds_the_first_maximum(backend, vocab, rng):
     torch.testing.assert_close(z.double(), scaled.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+def test_a_greedy_row_with_a_seed_takes_the_larger_of_two_neighbours(backend):
+    x = torch.full((40, 8), -1.0)
+    x[:, 2] = torch.linspace(1, 2, 40)
+    x[:, 5] = torch.nextafter(x[:, 2], torch.tensor(9.0))
+    assert av.sample_and_score(x, torch.arange(40), 0.0)[0].tolist() == [5] * 40
+
+
+def test_seeds_of_any_strides(backend, rng):
+    x, seeds = torch.randn(3, 4, 500, generator=rng), torch.randint(1 << 62, (4, 3), generator=rng).T
+    found, expected = av.sample_and_score(x, seeds), av.sample_and_score(x, seeds.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_without_seeds_rows_out_of_the_ordinary(backend):
     x = torch.zeros(4, 20_000)
     x[0] = -torch.inf

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from av_triton import AdaptiveVerifier, logit_max
 from av_triton_sglang import dflash, eagle, step
 
 pytestmark = [
@@ -31,6 +32,27 @@ class Recorder:
         self.calls.append(
             SimpleNamespace(logits=logits, position=position, temperature=temperature, slots=places.get("slots"))
         )
+
+
+@pytest.mark.parametrize("positions", [3, 4, 7])
+@pytest.mark.parametrize("chunk", [1, 256])
+def test_dflash_drafts_are_the_argmax_and_scored(monkeypatch: pytest.MonkeyPatch, positions: int, chunk: int) -> None:
+    torch.manual_seed(0)
+    verifier, rows = AdaptiveVerifier(6, positions), 3
+    slots = torch.tensor([4, 0, 5])
+    context = SimpleNamespace(
+        num_draft_positions=positions,
+        ranks=SimpleNamespace(alone=True),
+        sample=lambda logits, first: step.StepContext.sample(context, logits, first),
+        verifier=verifier,
+        slots=lambda count, first: slots[first : first + count],
+    )
+    hidden, weight = torch.randn(rows * positions, 8), torch.randn(VOCAB, 8)
+    tokens = dflash._argmax_and_score(context, hidden, weight, 0, chunk)
+    logits = hidden @ weight.T
+    assert torch.equal(tokens, logits.argmax(-1))
+    found = verifier.estimator.state.features[slots, :positions]
+    torch.testing.assert_close(found, logit_max(logits).view(rows, positions))
 
 
 def test_dflash2_scores_the_rows_that_were_walked(monkeypatch: pytest.MonkeyPatch) -> None:
