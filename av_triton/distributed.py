@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from av_triton.estimator import AcceptanceEstimator
 from av_triton.ops.accumulate import CYCLE, REFITS
-from av_triton.ops.refit import refit
+from av_triton.ops.refit import N, refit
 from av_triton.verifier import AdaptiveVerifier
 
 _NEVER_FULL = -(1 << 62)
@@ -50,18 +50,22 @@ class ReplicaRefit:
                 f"{size} replicas, but Settings.replicas = {c.replicas}: set it to {size}, so that the bound of the "
                 "fixed-point sums covers them all"
             )
-        mine = (self._positions, c.strata, c.refit_interval, c.ridge, c.damping, c.max_slope_step, c.max_intercept_step)
+        mine = (
+            *(self._positions, c.strata, c.refit_interval, c.ridge, c.damping, c.memory),
+            *(c.max_slope_step, c.max_intercept_step),
+        )
         everyone: list[object] = [None] * size
         dist.all_gather_object(everyone, mine, group=group)
         if other := next((theirs for theirs in everyone if theirs != mine), None):
             raise ValueError(
-                f"the replicas differ in (K, strata, refit_interval, ridge, damping, max_slope_step, "
+                f"the replicas differ in (K, strata, refit_interval, ridge, damping, memory, max_slope_step, "
                 f"max_intercept_step): {mine} here, {other} elsewhere; give every replica the same settings"
             )
         first = dist.get_global_rank(group, 0) if group is not None else 0
         for coefficients in (self._state.slopes, self._state.intercepts):
             dist.broadcast(coefficients, src=first, group=group)
         self._state.sums.zero_()
+        self._state.labels.zero_()
         self._state.clock[CYCLE] = _NEVER_FULL
 
     def step(self) -> bool:
@@ -75,9 +79,13 @@ class ReplicaRefit:
             return False
         s, k = self._state, slice(0, self._positions)
         dist.all_reduce(s.sums, group=self._group)
+        sums, labels = s.sums[:, :, k], s.labels[:, k]
         slopes, intercepts = refit(
-            s.sums[:, :, k], s.slopes, s.intercepts[:, k], c.ridge, c.damping, c.max_slope_step, c.max_intercept_step
+            *(sums, s.slopes, s.intercepts[:, k], c.ridge, c.damping, c.max_slope_step, c.max_intercept_step),
+            before=labels,
+            memory=c.memory,
         )
+        labels += sums[:, N]
         s.slopes.copy_(slopes)
         s.intercepts[:, k] = intercepts
         s.sums.zero_()

@@ -123,6 +123,7 @@ class AcceptanceEstimator:
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
                 sums=torch.zeros(S, SUMS, P, dtype=torch.int64),
+                labels=torch.zeros(S, P, dtype=torch.int64),
                 counters=torch.zeros(6, P, dtype=torch.int64),
                 clock=torch.zeros(4, dtype=torch.int64),
             )
@@ -330,7 +331,7 @@ class AcceptanceEstimator:
         slot_admitted, slot_drafts = (None, None) if plan is None else (plan.admitted, plan.drafts)
         _accumulate.observe(
             self.state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, self.num_draft_positions,
-            c.refit_interval, c.ridge, c.damping, c.max_slope_step, c.max_intercept_step,
+            c.refit_interval, c.ridge, c.damping, c.memory, c.max_slope_step, c.max_intercept_step,
         )  # fmt: skip
 
     def coefficients(self) -> Coefficients:
@@ -366,4 +367,5 @@ class AcceptanceEstimator:
         self.state.slopes.copy_(slopes)
         self.state.intercepts[:, : self.num_draft_positions] = intercepts.to(self.device)
         self.state.sums.zero_()
+        self.state.labels.zero_()
         self.state.clock[_accumulate.CYCLE] = 0

@@ -20,7 +20,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Learning
         refit_interval: observed steps between two Newton steps.
         ridge: added to the diagonal of the Hessian.
-        damping: a coefficient with n labels takes n / (n + damping) of its Newton step.
+        damping, memory: a coefficient with n labels since the last refit takes n / (m + damping) of its Newton step; m
+            is n at first and where the step is more than three standard errors, else the number of all its labels, but
+            at most memory * n. memory 1: each refit goes by the labels since the last one alone; more: steadier at
+            rest, slower after a small change.
         max_slope_step, max_intercept_step: bounds on one refit's move. Without them a batch of saturated rows
             (f = 40) throws the slope to 1e6 in one step.
         strata: names of the groups of requests that have coefficients of their own.
@@ -45,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     refit_interval: int = 32
     ridge: float = 1e-3
     damping: float = 50.0
+    memory: float = 3.0
     max_slope_step: float = 0.1
     max_intercept_step: float = 2.0
     strata: tuple[str, ...] = ("sampled", "greedy")
@@ -75,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
+        need(1 <= self.memory < float("inf"), "memory", "give a finite number, 1 or more")
         need(0 < self.max_slope_step < float("inf"), "max_slope_step", "give a positive, finite number")
         need(0 < self.max_intercept_step < float("inf"), "max_intercept_step", "give a positive, finite number")
         need(1 <= len(self.strata) <= 8, "strata", "name 1 to 8 strata")

@@ -161,6 +161,7 @@ def test_a_cost_of_another_type():
 SETTINGS = [
     ("refit_interval", 0, "at least 1"), ("refit_interval", 1.5, "whole number"), ("refit_interval", "8", "whole"),
     ("ridge", 0.0, "positive"), ("ridge", float("nan"), "positive"), ("ridge", "x", "number"),
+    ("memory", 0.5, "1 or more"),
     ("damping", -1.0, "0 or more"), ("max_slope_step", 0.0, "positive"), ("max_intercept_step", float("inf"), "finite"),
     ("strata", (), "1 to 8"), ("strata", ("a", "a"), "name of its own"), ("initial_slopes", (0.5,), "for each of 2"),
     ("initial_slopes", (0.5, -1.0), "0 or more"), ("initial_slopes", (0.5, 1e300), "finite"),

@@ -19,7 +19,7 @@ import triton.language as tl
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_vector
 from av_triton.ops.logit_max import INVALID
-from av_triton.ops.refit import SUMS, refit_reference, solve
+from av_triton.ops.refit import SUMS, N, refit_reference, solve
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, gather_slots
 from av_triton.settings import MAX_DRAFT_POSITIONS
@@ -50,6 +50,7 @@ class EstimatorState(NamedTuple):
     slopes: torch.Tensor  # float32 [S]
     intercepts: torch.Tensor  # float32 [S, P]
     sums: torch.Tensor  # int64 [S, 6, P]
+    labels: torch.Tensor  # int64 [S, P], of the cycles before this one
     counters: torch.Tensor  # int64 [6, P]
     clock: torch.Tensor  # int64 [4]
 
@@ -107,9 +108,9 @@ def _count(counters, row: tl.constexpr, what, k, mask):
     do_not_specialize_on_alignment=["slots", "accepted", "admitted", "teach"],
 )
 def observe_kernel(
-    features, scores, strata, slopes, intercepts, sums, counters, clock, slot_admitted, slot_drafts,
+    features, scores, strata, slopes, intercepts, sums, labels, counters, clock, slot_admitted, slot_drafts,
     slots, accepted, admitted, teach, rows, num_slots, K, interval,
-    RIDGE: tl.constexpr, DAMPING: tl.constexpr, MAX_DW: tl.constexpr, MAX_DB: tl.constexpr,
+    RIDGE: tl.constexpr, DAMPING: tl.constexpr, MEMORY: tl.constexpr, MAX_DW: tl.constexpr, MAX_DB: tl.constexpr,
     STRATA: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(rows / BLOCK),). The last program advances the cycle and, when it is full, refits every stratum."""
@@ -162,7 +163,11 @@ def observe_kernel(
         tl.store(clock + 1, tl.load(clock + 1) + 1)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
-                solve(sums + s * 6 * P, slopes + s, intercepts + s * P, K, RIDGE, DAMPING, MAX_DW, MAX_DB, P)
+                at_s = s * P
+                solve(
+                    sums + 6 * at_s, labels + at_s, slopes + s, intercepts + at_s, K,
+                    RIDGE, DAMPING, MEMORY, MAX_DW, MAX_DB, P,
+                )  # fmt: skip
             tl.store(clock + 3, tl.load(clock + 3) + 1)
             cycle = tl.zeros([], tl.int64)
         tl.store(clock + 2, cycle)
@@ -180,6 +185,7 @@ def observe(
     interval: int,
     ridge: float,
     damping: float,
+    memory: float,
     max_slope_step: float,
     max_intercept_step: float,
 ) -> None:
@@ -193,15 +199,16 @@ def observe(
     if not use_triton(slots.device):
         _observe_torch(
             state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, positions, interval,
-            (ridge, damping, max_slope_step, max_intercept_step),
+            (ridge, damping, max_slope_step, max_intercept_step), memory,
         )  # fmt: skip
         return
     block = _block(state.features.shape[1])
     observe_kernel[(max(1, triton.cdiv(slots.shape[0], block)),)](
-        state.features, state.scores, state.strata, state.slopes, state.intercepts, state.sums, state.counters,
-        state.clock, slot_admitted, slot_drafts, slots, accepted, admitted, teach, slots.shape[0],
-        state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MAX_DW=max_slope_step,
-        MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0], P=state.features.shape[1], BLOCK=block,
+        state.features, state.scores, state.strata, state.slopes, state.intercepts, state.sums, state.labels,
+        state.counters, state.clock, slot_admitted, slot_drafts, slots, accepted, admitted, teach, slots.shape[0],
+        state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MEMORY=memory,
+        MAX_DW=max_slope_step, MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0], P=state.features.shape[1],
+        BLOCK=block,
         **register_ceiling(),
     )  # fmt: skip
 
@@ -217,6 +224,7 @@ def _observe_torch(
     positions: int,
     interval: int,
     newton: tuple[float, float, float, float],
+    memory: float,
 ) -> None:
     real = (slots >= 0) & (slots < state.features.shape[0])
     at = slots[real].long()
@@ -251,7 +259,11 @@ def _observe_torch(
     state.clock[OBSERVED] += 1
     state.clock[CYCLE] += 1
     if int(state.clock[CYCLE]) >= interval:
-        w, b = refit_reference(state.sums[:, :, :positions], state.slopes, state.intercepts[:, :positions], *newton)
+        sums, labels = state.sums[:, :, :positions], state.labels[:, :positions]
+        w, b = refit_reference(
+            sums, state.slopes, state.intercepts[:, :positions], *newton, before=labels, memory=memory
+        )
+        labels += sums[:, N]
         state.slopes.copy_(w)
         state.intercepts[:, :positions] = b
         state.sums.zero_()

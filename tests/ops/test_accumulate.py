@@ -200,6 +200,30 @@ def test_mlx_node_115_a_step_scales_with_n_over_n_plus_50(backend, n):
     assert b.item() == pytest.approx(n / (n + 50), rel=1e-6)
 
 
+@pytest.mark.parametrize("past, weighs", [(0, 50), (30, 80), (100, 150), (10**6, 150)])
+def test_later_refits_are_one_of_a_running_mean_over_three_cycles(backend, past, weighs):
+    before = torch.tensor([[past]])
+    w, b = refit(one_position(50, a=1e9), torch.tensor([0.5]), torch.zeros(1, 1), 1e-9, before=before)
+    assert b.item() == pytest.approx(50 / (weighs + 50), rel=1e-6)
+    w, _ = refit(one_position(50, h=0.05, g=0.0), torch.tensor([0.5]), torch.zeros(1, 1), 1e-9, before=before)
+    assert w.item() == pytest.approx(0.5 + 0.05 * 50 / (weighs + 50), rel=1e-6)
+    assert int(before) == past
+
+
+@pytest.mark.parametrize("errors, weighs", [(2.9, 150), (3.1, 50)])
+def test_a_step_of_more_than_three_standard_errors_is_taken_whole(backend, errors, weighs):
+    before = torch.tensor([[10**6]])
+    _, b = refit(one_position(50, a=1e9, g=errors * 4, c=16.0), torch.tensor([0.5]), torch.zeros(1, 1), before=before)
+    assert b.item() == pytest.approx(errors / 4 * 50 / (weighs + 50), rel=1e-3)
+    w, _ = refit(one_position(50, a=1e4, g=0.0, h=errors * 100), torch.tensor([0.5]), torch.zeros(1, 1), before=before)
+    assert w.item() == pytest.approx(0.5 + errors / 100 * 50 / (weighs + 50), rel=1e-5)
+
+
+def test_labels_of_earlier_cycles_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"before is torch.int32 \(1, 1\) on cpu: give int64 \(1, 1\) on cpu"):
+        refit(one_position(5), torch.tensor([0.5]), torch.zeros(1, 1), before=torch.zeros(1, 1, dtype=torch.int32))
+
+
 def test_mlx_node_115_without_labels_a_position_stays(backend, rng):
     sums, slope, intercepts = random_sums(rng)
     sums[:, :, 2] = 0
