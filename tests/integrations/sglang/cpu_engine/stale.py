@@ -16,7 +16,7 @@ def generate(watch: str, forget: bool = False, **job: Any) -> dict[str, Any]:
     """
     from av_triton_sglang.step import StepContext
 
-    reset, score, observe = StepContext.reset, StepContext.score, StepContext.observe
+    reset, score, sample, observe = StepContext.reset, StepContext.score, StepContext.sample, StepContext.observe
     scored: set[tuple[int, int]] = set()  # (slot, position), since the slot's last reset
     count = {"reused": 0, "stale": 0}
 
@@ -37,6 +37,12 @@ def generate(watch: str, forget: bool = False, **job: Any) -> dict[str, Any]:
         positions = range(context.num_draft_positions) if position is None else [position]
         scored.update(itertools.product(rows.tolist(), positions))
 
+    def on_sample(context: Any, logits: Any, first: int) -> Any:
+        scored.update(
+            itertools.product(context.slots(logits.shape[0], first).tolist(), range(context.num_draft_positions))
+        )
+        return sample(context, logits, first)
+
     def on_observe(context: Any, accepted: Any) -> None:
         slots, scores = context.slots(context.rows), context.verifier.estimator.state.scores
         rows, positions = (scores[slots] >= 0).nonzero(as_tuple=True)
@@ -45,6 +51,7 @@ def generate(watch: str, forget: bool = False, **job: Any) -> dict[str, Any]:
         observe(context, accepted)
         Path(watch).write_text(json.dumps(count))
 
-    StepContext.reset, StepContext.score, StepContext.observe = on_reset, on_score, on_observe
+    StepContext.reset, StepContext.score, StepContext.sample = on_reset, on_score, on_sample
+    StepContext.observe = on_observe
     result = jobs.generate(**job)
     return result | json.loads(Path(watch).read_text())
