@@ -1,0 +1,591 @@
+"""Serves real prompts by SGLang's engine on the CPU: no speculation, every fixed length and adaptive verification.
+
+python -m benchmarks.serving.bench [--quick]
+"""
+
+import csv
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import matplotlib
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from av_triton import CostTable
+from benchmarks import results
+from benchmarks.serving import models
+from benchmarks.serving.points import (
+    ADAPTIVE,
+    FIXED,
+    PLAIN,
+    Arm,
+    Difference,
+    Figures,
+    Point,
+    Ratio,
+    differences,
+    load,
+    pareto_front,
+    ratio,
+)
+from tests.integrations.sglang.cpu_engine.attention_name import NAME
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+from tests.integrations.sglang.runs import LOGIT_TOLERANCE
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[2]
+# What the measured times depend on; the tables do not.
+SOURCES = (
+    "av_triton", "integrations", "tests/integrations/sglang/cpu_engine", "benchmarks/serving/engine.py",
+    "benchmarks/serving/models.py",
+)  # fmt: skip
+BYPASSED, BYPASS_LOSS = (1, 2), 0.02
+# Verification is compute-bound where all drafts cost the target at least so many times what none cost.
+COMPUTE_BOUND = 1.5
+ABOUT = """\
+Throughput is over the decode steps with as many requests as the concurrency says (prefill and the end are left out), by
+the wall clock and, because the machine is shared, by CPU time of the scheduler process as well. Engines run one at a
+time on one thread, without overlap scheduling. Drafters: DFLASH is the demo's block drafter, DSPARK the same without a
+confidence head and with an empty Markov head, STANDALONE the target with 20 of its 30 layers. Fixed lengths are set by
+SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--speculative-dspark-block-size`.
+SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
+is no arm here, for there is no trained EAGLE drafter for this target. The adaptive arms measured their own step costs
+at start-up, kept their coefficients from the first pass for the second, and had served all prompts once before.
+"""
+console = Console()
+
+
+class Plan(NamedTuple):
+    """arms in the order of the first pass. requests: by concurrency. length, warm_up: new tokens of each request."""
+
+    arms: tuple[Arm, ...]
+    requests: dict[int, int]
+    length: int
+    warm_up: int
+    passes: int = 2
+
+    def missing(self, done: Iterable[tuple[object, ...]]) -> list[tuple[Arm, int, list[int]]]:
+        """(arm, pass, concurrencies) that are still to be measured, in order.
+
+        Every other pass goes backwards, so that no arm is always the later one.
+        """
+        finished = set(done)
+        runs = []
+        for repetition in range(self.passes):
+            for arm in self.arms if repetition % 2 == 0 else self.arms[::-1]:
+                todo = [each for each in self.requests if self.key(arm, repetition, each) not in finished]
+                if todo:
+                    runs.append((arm, repetition, sorted(todo, reverse=True)))
+        return runs
+
+    def key(self, arm: Arm, repetition: int, concurrency: int) -> tuple[object, ...]:
+        return arm, repetition, concurrency, self.requests[concurrency], self.length
+
+    def keys(self) -> set[tuple[object, ...]]:
+        return {self.key(arm, n, each) for arm in self.arms for n in range(self.passes) for each in self.requests}
+
+
+def family(drafter: str, fixed: Iterable[int], adaptive: Sequence[int]) -> tuple[Arm, ...]:
+    """Each adaptive arm right after the fixed one of its length."""
+    return tuple(
+        Arm(drafter, kind, length) for length in fixed for kind in (FIXED, ADAPTIVE)[: 1 + (length in adaptive)]
+    )
+
+
+NO_DRAFTER = Arm("", PLAIN, 0)
+QUICK = Plan(
+    arms=(
+        NO_DRAFTER,
+        *family("DFLASH", (1, 3), (3,)),
+        *family("STANDALONE", (2,), (2,)),
+        *family("DSPARK", (3,), (3,)),
+    ),
+    requests={1: 2, 4: 6, 16: 20},
+    length=24,
+    warm_up=12,
+)
+FULL = Plan(
+    arms=(
+        NO_DRAFTER,
+        *family("DFLASH", range(1, 8), (3, 7)),
+        *family("STANDALONE", range(1, 5), (2, 4)),
+        *family("DSPARK", range(1, 8), (3, 7)),
+    ),
+    requests={1: 3, 2: 4, 4: 8, 8: 12, 16: 24, 32: 40},
+    length=48,
+    warm_up=48,
+)
+
+
+def costs_folder(folder: Path, arm: Arm) -> Path:
+    """Where the plug-in keeps the step costs that it measured for this arm; all passes use them."""
+    return folder / f"costs-{arm.drafter}-{arm.length}"
+
+
+def keywords(arm: Arm, folder: Path, highest: int) -> dict[str, Any]:
+    """Of `sglang.Engine`. folder: for checkpoints, step costs and coefficients. highest: concurrency."""
+    engine: dict[str, Any] = {
+        "model_path": str(models.target(folder / "models")),
+        "max_running_requests": highest,
+        "max_total_tokens": 24576,
+        "log_level": "warning",
+    }
+    if arm.kind == PLAIN:
+        return engine
+    engine |= {
+        "speculative_algorithm": arm.drafter,
+        "speculative_draft_model_path": str(models.drafter(folder / "models", arm.drafter)),
+        "speculative_num_draft_tokens": arm.length + 1,
+    }
+    if arm.drafter == "STANDALONE":
+        engine |= {"speculative_num_steps": arm.length, "speculative_eagle_topk": 1}
+    if arm.drafter == "DSPARK":
+        engine["speculative_dspark_block_size"] = arm.length
+    if arm.kind == ADAPTIVE:
+        engine["enable_adaptive_verification"] = True
+        engine["adaptive_verification_config"] = {
+            "cost_cache": str(costs_folder(folder, arm)),
+            "coefficients": str(folder / f"coefficients-{arm.drafter}-{arm.length}.json"),
+            "save_interval": 20,
+            "ragged_backends": [NAME],
+        }
+    return engine
+
+
+def digest() -> str:
+    """Of the sources and versions that a point depends on; points of others are not used."""
+    parts = hashlib.sha256()
+    for path in sorted(each for source in SOURCES for each in (ROOT / source, *(ROOT / source).rglob("*"))):
+        if path.is_file() and "__pycache__" not in path.parts:
+            parts.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    parts.update(results.versions().encode())
+    return parts.hexdigest()[:12]
+
+
+class Bench:
+    """Runs engines in a fork server, which is started when it is needed, and keeps what they measure below `folder`."""
+
+    def __init__(self, plan: Plan, folder: Path, resources: ExitStack) -> None:
+        self.plan, self.folder, self._resources = plan, folder, resources
+        self._digest = digest()
+        self.store = folder / f"points-{self._digest}.jsonl"
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return models.prompts(self.folder / "models", max(self.plan.requests.values()))
+
+    @cached_property
+    def server(self) -> ForkServer:
+        with console.status("starting SGLang"):
+            return self._resources.enter_context(ForkServer(self.folder))
+
+    def engine(self, arm: Arm) -> dict[str, Any]:
+        return keywords(arm, self.folder, max(self.plan.requests))
+
+    def measure(self) -> None:
+        """All that is missing, one engine at a time, under a progress bar."""
+        todo = self.plan.missing(load(self.store))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress, ThreadPoolExecutor(1) as pool:
+            task = progress.add_task("", total=sum(len(each) for _, _, each in todo))
+            for arm, repetition, concurrencies in todo:
+                progress.update(task, description=f"pass {repetition + 1}: {arm}")
+                before, done = len(load(self.store)), progress.tasks[task].completed
+                running = pool.submit(self._serve, arm, repetition, concurrencies)
+                while not running.done():
+                    time.sleep(0.5)
+                    progress.update(task, completed=done + len(load(self.store)) - before)
+                running.result()
+                progress.update(task, completed=done + len(concurrencies))
+
+    def _serve(self, arm: Arm, repetition: int, concurrencies: list[int]) -> None:
+        self.server.call(
+            "benchmarks.serving.engine:serve",
+            timeout=7200,
+            engine=self.engine(arm),
+            prompts=self.prompts,
+            requests=[(each, self.plan.requests[each]) for each in concurrencies],
+            length=self.plan.length,
+            warm_up=self.plan.warm_up,
+            labels={"arm": arm, "repetition": repetition},
+            points=str(self.store),
+            steps=str(self.folder / "steps.jsonl"),
+            owner=os.getpid(),
+        )
+
+    def gaps(self, found: Sequence[tuple[Difference, list[int]]]) -> list[float]:
+        """Of the target's logits at each difference, which comes with plain decoding's output; kept in a file."""
+        path = self.folder / f"gaps-{self._digest}.json"
+        known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        cases = {
+            f"{each} after {output[: each.position]}": (
+                self.prompts[each.request] + output[: each.position], each.token, each.reference
+            )
+            for each, output in found
+        }  # fmt: skip
+        new = [name for name in cases if name not in known]
+        if new:
+            measured, _ = self.server.call(
+                "benchmarks.serving.engine:gaps",
+                timeout=600,
+                engine=self.engine(NO_DRAFTER),
+                cases=[cases[name] for name in new],
+            )
+            known |= dict(zip(new, measured, strict=True))
+            path.write_text(json.dumps(known))
+        return [known[name] for name in cases]
+
+    def results(self) -> "Results":
+        """Of what has been measured so far."""
+        wanted = self.plan.keys()
+        points = [point for key, point in load(self.store).items() if key in wanted]
+        costs = {
+            arm: CostTable.load(path)
+            for arm in self.plan.arms
+            if arm.kind == ADAPTIVE
+            for path in costs_folder(self.folder, arm).glob("*.json")
+        }
+        return Results(self.plan, points, self.gaps, costs)
+
+
+class Equality(NamedTuple):
+    """Requests of an arm in all its points; of those, with another output than plain decoding; and of those again,
+    where the two logits nearly tie at the first difference."""
+
+    requests: int
+    differing: int
+    ties: int
+
+    @property
+    def good(self) -> bool:
+        return self.differing == self.ties
+
+    def __str__(self) -> str:
+        if self.good:
+            return f"{self.differing} of {self.requests} differ" + (", in near ties" if self.differing else "")
+        return f"{self.differing} of {self.requests} DIFFER, {self.ties} of them in near ties"
+
+
+class Results:
+    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. costs: of adaptive arms.
+
+    gaps: see `Bench.gaps`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        points: Sequence[Point],
+        gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]],
+        costs: dict[Arm, CostTable],
+    ) -> None:
+        self.plan, self.costs = plan, costs
+        self.points: dict[tuple[Arm, int], list[Point]] = {}
+        for point in sorted(points, key=lambda point: point.repetition):
+            self.points.setdefault((point.arm, point.concurrency), []).append(point)
+        if not any(arm == NO_DRAFTER for arm, _ in self.points):
+            raise ValueError("plain decoding has not been measured, and there is nothing to compare with: measure it")
+        self.arms = [arm for arm in plan.arms if any(arm == each for each, _ in self.points)]
+        self.equality = self._compare(gaps)
+
+    def _compare(self, gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]]) -> dict[Arm, Equality]:
+        by_arm = {arm: [p for key, of_key in self.points.items() if key[0] == arm for p in of_key] for arm in self.arms}
+        reference = max(by_arm[NO_DRAFTER], key=lambda point: len(point.outputs)).outputs
+        found = {
+            arm: [each for point in points for each in differences(point, reference)] for arm, points in by_arm.items()
+        }
+        unique = list(dict.fromkeys(each for of_arm in found.values() for each in of_arm))
+        gap = dict(zip(unique, gaps([(each, reference[each.request]) for each in unique]), strict=True))
+        return {
+            arm: Equality(
+                sum(len(point.outputs) for point in by_arm[arm]),
+                len(of_arm),
+                sum(gap[each] < LOGIT_TOLERANCE for each in of_arm),
+            )
+            for arm, of_arm in found.items()
+        }
+
+    @property
+    def drafters(self) -> list[str]:
+        return list(dict.fromkeys(arm.drafter for arm in self.arms if arm.drafter))
+
+    def concurrencies(self, arm: Arm) -> list[int]:
+        return [each for each in self.plan.requests if (arm, each) in self.points]
+
+    def adaptive(self) -> list[tuple[Arm, int]]:
+        """(arm, concurrency)"""
+        return [(arm, each) for arm in self.arms if arm.kind == ADAPTIVE for each in self.concurrencies(arm)]
+
+    def figures(self, arm: Arm, concurrency: int) -> Figures:
+        return Figures.of(self.points[arm, concurrency])
+
+    def ratio(self, arm: Arm, other: Arm, concurrency: int, figure: str = "throughput") -> Ratio | None:
+        """None too where an output is wrong: such an arm is not faster, it does something else."""
+        if not (self.equality[arm].good and other in self.equality and self.equality[other].good):
+            return None
+        return ratio(self.points[arm, concurrency], self.points.get((other, concurrency), ()), figure)
+
+    def best_fixed(self, arm: Arm, concurrency: int) -> Arm:
+        """The fixed arm of the highest throughput with this arm's drafter, of those measured."""
+        fixed = [
+            each
+            for each in self.arms
+            if (each.drafter, each.kind) == (arm.drafter, FIXED) and (each, concurrency) in self.points
+        ]
+        return max(fixed, key=lambda each: self.figures(each, concurrency).throughput, default=arm._replace(kind=FIXED))
+
+    def growth(self, arm: Arm, concurrency: int) -> float:
+        """How many times what no draft costs all drafts cost the target, by the arm's own table."""
+        verify = self.costs[arm].dense(1, concurrency * (arm.length + 1)).verify
+        return float(verify[-1] / verify[concurrency])
+
+
+Rows = list[list[str]]
+NUMBERS = {
+    "tokens/s": ("throughput", ".1f"),
+    "per user": ("per_user", ".2f"),
+    "per CPU second": ("cpu_throughput", ".1f"),
+    "accept length": ("accept_length", ".2f"),
+    "verified per token": ("verified_per_token", ".2f"),
+    "step ms": ("step_ms", ".1f"),
+    "target ms": ("target_ms", ".1f"),
+}
+
+
+def arm_rows(found: Results, drafter: str) -> tuple[list[str], Rows]:
+    """One row per concurrency and arm, that without a drafter first."""
+    rows = []
+    arms = [NO_DRAFTER, *(arm for arm in found.arms if arm.drafter == drafter)]
+    for concurrency in found.plan.requests:
+        for arm in (arm for arm in arms if (arm, concurrency) in found.points):
+            figures = found.figures(arm, concurrency)
+            numbers = [format(getattr(figures, name), form) for name, form in NUMBERS.values()]
+            versus = "" if arm == NO_DRAFTER else _text(found.ratio(arm, NO_DRAFTER, concurrency))
+            rows.append(
+                [str(concurrency), PLAIN if arm == NO_DRAFTER else f"{arm.kind} {arm.length}", *numbers, versus]
+            )
+    return ["at a time", "arm", *NUMBERS, "over plain"], rows
+
+
+def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
+    """Every adaptive arm against the fixed arms of its drafter and against plain decoding, by concurrency."""
+    rows = []
+    for arm, concurrency in found.adaptive():
+        same, best = arm._replace(kind=FIXED), found.best_fixed(arm, concurrency)
+        rows.append(
+            [
+                f"{arm.drafter} {arm.length}",
+                str(concurrency),
+                f"{found.growth(arm, concurrency):.2f}",
+                _text(found.ratio(arm, same, concurrency)),
+                _text(found.ratio(arm, same, concurrency, "cpu_throughput")),
+                f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
+                _text(found.ratio(arm, NO_DRAFTER, concurrency)),
+            ]
+        )
+    columns = ["adaptive", "at a time", "all / none", "over fixed", "by CPU time", "over the best fixed", "over plain"]
+    return columns, rows
+
+
+def depth_rows(found: Results) -> tuple[list[str], Rows]:
+    """What drafting takes of the step of an autoregressive drafter, and how much of it was for trimmed drafts."""
+    rows = []
+    for arm, concurrency in found.adaptive():
+        if arm.drafter == "STANDALONE":
+            figures = found.figures(arm, concurrency)
+            admitted = figures.verified_per_token * figures.accept_length - 1
+            drafting = figures.step_ms - figures.target_ms
+            rows.append(
+                [
+                    f"{arm.drafter} {arm.length}",
+                    str(concurrency),
+                    f"{figures.step_ms:.1f}",
+                    f"{drafting:.1f}",
+                    f"{admitted:.2f}",
+                    f"{drafting * (1 - admitted / arm.length):.1f}",
+                    _text(found.ratio(arm, NO_DRAFTER, concurrency)),
+                ]
+            )
+    columns = ["adaptive", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
+    return columns, rows
+
+
+def equality_rows(found: Results) -> tuple[list[str], Rows]:
+    return ["arm", "requests"], [[str(arm), str(each)] for arm, each in found.equality.items()]
+
+
+def _text(value: Ratio | None) -> str:
+    return "" if value is None else str(value)
+
+
+def misses(found: Results) -> list[str]:
+    """Where the benchmark does not show what it is to show (see `claims`)."""
+    lines = [f"{arm}: output differs, no speed-up is claimed" for arm, each in found.equality.items() if not each.good]
+    for arm, concurrency in found.adaptive():
+        same, best = arm._replace(kind=FIXED), found.best_fixed(arm, concurrency)
+        over_same, over_best = found.ratio(arm, same, concurrency), found.ratio(arm, best, concurrency)
+        where = f"{arm}, {concurrency} at a time"
+        if concurrency in BYPASSED and over_same is not None and over_same.mean < 1 - BYPASS_LOSS:
+            lines.append(f"{where}: {1 - over_same.mean:.1%} below the same fixed length")
+        if found.growth(arm, concurrency) >= COMPUTE_BOUND and over_best is not None and over_best.mean < 1:
+            lines.append(f"{where}: {1 - over_best.mean:.1%} below {best}")
+    return lines
+
+
+def claims(found: Results) -> str:
+    head = (
+        f"Wanted: where verification is compute-bound (all drafts cost the target at least {COMPUTE_BOUND} times what "
+        f"none cost) no fixed length is faster; at 1 and 2 requests at most {BYPASS_LOSS:.0%} is lost against the same "
+        "fixed length. "
+    )
+    lines = misses(found)
+    return head + ("Missed:\n\n" + "\n".join(f"- {line}" for line in lines) if lines else "Both hold.") + "\n"
+
+
+def show(title: str, columns: Sequence[str], rows: Rows) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="right" if place > 1 else "left")
+    for _, group in groupby(rows, lambda row: row[0]):
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
+    console.print(table)
+
+
+def write_csv(path: Path, found: Results) -> None:
+    """One row per point."""
+    names = list(Figures.__dataclass_fields__)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        head = ["drafter", "kind", "length", "pass", "at_a_time", "requests", "new_tokens", "seconds"]
+        writer.writerow([*head, *names])
+        for (arm, concurrency), points in found.points.items():
+            for point in points:
+                figures = Figures.of([point])
+                labels = [*arm, point.repetition + 1, concurrency, point.requests, point.length, point.seconds]
+                writer.writerow([*labels, *(getattr(figures, name) for name in names)])
+
+
+def picture(path: Path, found: Results) -> None:
+    """Throughput against interactivity, one line per arm over the concurrencies; rings mark the Pareto front.
+
+    Above by wall time, below by CPU time of the scheduler.
+    """
+    width = len(found.drafters)
+    figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
+    for column, drafter in enumerate(found.drafters):
+        arms = [NO_DRAFTER, *(arm for arm in found.arms if arm.drafter == drafter)]
+        longest = max(arm.length for arm in arms)
+        for row, (name, second) in enumerate((("throughput", "second"), ("cpu_throughput", "CPU second"))):
+            panel, every = axes[row][column], []
+            for arm in arms:
+                levels = found.concurrencies(arm)
+                rates = [getattr(found.figures(arm, each), name) for each in levels]
+                line = [(rate / each, rate) for rate, each in zip(rates, levels, strict=True)]
+                every += line
+                share = 0.25 + 0.65 * arm.length / longest
+                colour = {PLAIN: "black", FIXED: plt.cm.Blues(share), ADAPTIVE: plt.cm.Oranges(share)}[arm.kind]
+                label = PLAIN if arm == NO_DRAFTER else f"{arm.kind} {arm.length}"
+                panel.plot(*zip(*line, strict=True), marker=".", color=colour, label=label)
+            front = [each for each, best in zip(every, pareto_front(every), strict=True) if best]
+            panel.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors="tab:green", label="front")
+            panel.set(
+                title=drafter, xlabel=f"tokens per {second} and user", ylabel=f"tokens per {second}",
+                xscale="log", yscale="log",
+            )  # fmt: skip
+            panel.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def page(found: Results, form: str) -> str:
+    """The section of docs/results.md."""
+    plan = found.plan
+    requests = ", ".join(f"{count} at {each}" for each, count in plan.requests.items())
+    passes = max(len(points) for points in found.points.values())
+    parts = [
+        f"{form}: {plan.length} new tokens per request, greedy; requests by concurrency: {requests}; {passes} passes, "
+        f"the second in reverse order of arms. {ABOUT}",
+        "![Throughput against interactivity](results-serving.png)\n",
+        'Ratios of tokens/s: mean [lowest, highest pass]. "all / none": what all drafts cost the target over what none '
+        'cost, as the plug-in measured it. "over fixed": over the same fixed length, by the wall clock and by CPU '
+        "time; the best fixed length is in brackets.\n",
+        results.table(*adaptive_rows(found)),
+        claims(found),
+    ]
+    columns, rows = depth_rows(found)
+    if rows:
+        parts += [
+            "What an autoregressive drafter costs per step (medians). Verified drafts are per request; the drafting of "
+            "trimmed ones is what a draft depth would save that the engine follows:\n",
+            results.table(columns, rows),
+        ]
+    for drafter in found.drafters:
+        parts += [f"{drafter}:\n", results.table(*arm_rows(found, drafter))]
+    parts += ["Requests whose greedy output is not plain decoding's:\n", results.table(*equality_rows(found))]
+    return "\n".join(parts)
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs: under 10 minutes.")] = False,
+    drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
+    folder: Annotated[Path, typer.Option(help="What has been measured; it is not measured again.")] = Path(
+        "build/bench-serving"
+    ),
+    measure: Annotated[bool, typer.Option(help="No: tables of what has been measured so far.")] = True,
+    publish: Annotated[bool, typer.Option(help="Rewrite the section of docs/results.md and its picture.")] = True,
+) -> None:
+    """Throughput of every arm at every concurrency, and whether all of them decode the same text.
+
+    Can be stopped and started again. Exit status 1 where an output differs from plain decoding's without a near tie.
+    """
+    plan = QUICK if quick else FULL
+    known = {arm.drafter for arm in plan.arms}
+    unknown = set(drafter or ()) - known
+    if unknown:
+        raise typer.BadParameter(f"--drafter {', '.join(unknown)}: choose from {', '.join(sorted(known - {''}))}")
+    some = plan._replace(arms=tuple(arm for arm in plan.arms if not drafter or arm.drafter in ("", *drafter)))
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as resources:
+            if measure:
+                Bench(some, folder, resources).measure()
+            found = Bench(plan, folder, resources).results()
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here")
+        # The running engine ends by itself after its point, which is kept.
+        os._exit(130)
+    for name in found.drafters:
+        show(name, *arm_rows(found, name))
+    show("What an autoregressive drafter costs", *depth_rows(found))
+    show("Adaptive verification", *adaptive_rows(found))
+    show("Greedy output that is not plain decoding's", *equality_rows(found))
+    console.print(claims(found))
+    write_csv(folder / "points.csv", found)
+    picture(folder / "serving.png", found)
+    console.print(f"{folder}: points.csv, serving.png", highlight=False)
+    if publish:
+        picture(ROOT / "docs/results-serving.png", found)
+        command = "make bench-serving" + (' ARGS="--quick"' if quick else "")
+        results.publish("serving", "Serving", command, page(found, "Quick form" if quick else "Full form"))
+    raise typer.Exit(int(not all(each.good for each in found.equality.values())))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,180 @@
+"""The serving benchmark without SGLang: a run that goes on, a point's figures, the comparison of arms."""
+
+from contextlib import ExitStack
+from dataclasses import astuple
+
+import pytest
+
+from av_triton import CostTable
+from benchmarks.serving import bench
+from benchmarks.serving.bench import NO_DRAFTER, Bench, Plan, Results
+from benchmarks.serving.points import (
+    Arm,
+    Difference,
+    Figures,
+    Point,
+    Step,
+    append,
+    differences,
+    load,
+    pareto_front,
+    ratio,
+)
+
+ONE, TWO, ADAPTIVE = Arm("DFLASH", "fixed", 1), Arm("DFLASH", "fixed", 2), Arm("DFLASH", "adaptive", 2)
+PLAN = Plan(arms=(NO_DRAFTER, ONE, TWO, ADAPTIVE), requests={1: 2, 4: 4}, length=3, warm_up=1)
+
+
+def point(arm, repetition=0, concurrency=4, ms=100.0, emitted=8, outputs=None):
+    steps = [Step(concurrency, 3 * concurrency, emitted, ms, ms / 2, ms / 4)] * 2
+    outputs = outputs or [[1, 2, 3]] * PLAN.requests[concurrency]
+    return Point(
+        arm=arm, repetition=repetition, concurrency=concurrency, requests=PLAN.requests[concurrency], length=3,
+        seconds=1.0, steps=steps, outputs=outputs,
+    )  # fmt: skip
+
+
+class FakeServer:
+    """Measures at once; stops as if it were killed in the point after `budget` others."""
+
+    def __init__(self, budget):
+        self.budget, self.measured = budget, []
+
+    def call(self, function, *, requests, labels, points, **job):
+        for concurrency, _ in requests:
+            path = bench.Path(points)
+            if not self.budget:
+                with path.open("ab") as file:
+                    file.write(b'{"arm": ["DFL')
+                raise ConnectionError("killed")
+            self.budget -= 1
+            append(path, point(labels["arm"], labels["repetition"], concurrency))
+            self.measured.append((labels["arm"], labels["repetition"], concurrency))
+
+
+def run(folder, budget):
+    with ExitStack() as resources:
+        running = Bench(PLAN, folder, resources)
+        running.server, running.prompts, running.engine = FakeServer(budget), [], lambda arm: {}
+        try:
+            running.measure()
+        except ConnectionError:
+            assert not running.server.budget
+        return running
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    every = [(arm, n, each) for n in range(2) for arm in (PLAN.arms, PLAN.arms[::-1])[n] for each in (4, 1)]
+    first, second = run(tmp_path, 5), run(tmp_path, 100)
+    assert first.server.measured + second.server.measured == every
+    assert run(tmp_path, 100).server.measured == []
+    assert set(load(first.store)) == PLAN.keys()
+
+
+def test_points_of_another_workload_are_measured_again(tmp_path):
+    assert Plan.missing(PLAN._replace(length=4), PLAN.keys()) == PLAN.missing([])
+    assert PLAN._replace(requests={1: 2}).missing(PLAN.keys()) == []
+
+
+def test_other_sources_have_other_points(monkeypatch):
+    before = bench.digest()
+    monkeypatch.setattr(bench, "SOURCES", bench.SOURCES[:-1])
+    assert bench.digest() != before
+
+
+def test_the_figures_of_a_point():
+    steps = [
+        Step(requests=2, verified=8, emitted=3, ms=30.0, cpu_ms=20.0, target_ms=15.0),
+        Step(requests=2, verified=4, emitted=5, ms=50.0, cpu_ms=20.0, target_ms=25.0),
+        Step(requests=1, verified=4, emitted=4, ms=500.0, cpu_ms=500.0, target_ms=500.0),  # the last request, alone
+        Step(requests=2, verified=8, emitted=2, ms=20.0, cpu_ms=10.0, target_ms=10.0),
+    ]
+    recorded = Point(
+        arm=TWO, repetition=0, concurrency=2, requests=3, length=9, seconds=1.0, steps=steps, outputs=[]
+    )  # fmt: skip
+    figures = Figures.of([recorded])
+    # 10 tokens in 100 ms of three steps of two requests, with 20 tokens verified.
+    assert astuple(figures) == pytest.approx((100.0, 50.0, 200.0, 10 / 6, 2.0, 30.0, 15.0, 0.5, 3))
+    with pytest.raises(ValueError, match="no decode step with 4 requests; serve at least 4"):
+        Figures.of(
+            [Point(**{name: getattr(recorded, name) for name in recorded.__struct_fields__} | {"concurrency": 4})]
+        )
+
+
+def test_arms_are_compared_pass_by_pass():
+    mine = [point(ADAPTIVE, 0, ms=50.0), point(ADAPTIVE, 1, ms=400.0), point(ADAPTIVE, 2, ms=1.0)]
+    theirs = [point(TWO, 1, ms=800.0), point(TWO, 0, ms=25.0)]
+    assert ratio(mine, theirs) == pytest.approx((1.0, 0.5, 2.0))
+    assert ratio(mine, []) is None
+
+
+def test_the_pareto_front():
+    points = [(1.0, 9.0), (2.0, 8.0), (2.0, 7.0), (3.0, 8.0), (0.5, 9.0), (3.0, 8.0)]
+    assert pareto_front(points) == [True, False, False, True, False, True]
+
+
+def test_the_first_difference_of_each_output():
+    other = point(TWO, outputs=[[1, 2, 3], [1, 5, 6], [1, 2, 3], [9, 2, 4]])
+    assert differences(other, [[1, 2, 3]] * 4) == [Difference(1, 1, 5, 2), Difference(3, 0, 9, 1)]
+
+
+def results(points, gap=1.0):
+    costs = {ADAPTIVE: CostTable(draft=[(1, 1.0)], verify=[(1, 10.0), (4, 10.0), (12, 20.0)])}
+    return Results(PLAN, points, lambda found: [gap] * len(found), costs)
+
+
+def both(arm, ms, **options):
+    return [point(arm, n, each, ms, **options) for n in range(2) for each in PLAN.requests]
+
+
+def test_the_tables():
+    found = results([*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 125.0), *both(ADAPTIVE, 80.0)])
+    columns, rows = bench.adaptive_rows(found)
+    assert [len(row) for row in rows] == [len(columns)] * 2
+    # At 1 request 3 tokens cost what 1 costs; at 4, 12 cost twice as much as 4. The best fixed length is 1.
+    assert [row[2] for row in rows] == ["1.00", "2.00"]
+    assert rows[0][3:] == [
+        "1.562 [1.562, 1.562]", "1.562 [1.562, 1.562]", "1.250 [1.250, 1.250] (1)", "2.500 [2.500, 2.500]"
+    ]  # fmt: skip
+    columns, rows = bench.arm_rows(found, "DFLASH")
+    assert [row[:3] for row in rows[4:]] == [
+        ["4", "plain", "40.0"], ["4", "fixed 1", "80.0"], ["4", "fixed 2", "64.0"], ["4", "adaptive 2", "100.0"]
+    ]  # fmt: skip
+    assert bench.misses(found) == []
+    assert "Both hold." in bench.page(found, "Quick form")
+
+
+def test_where_a_claim_is_missed():
+    found = results([*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)])
+    assert bench.misses(found) == [
+        "DFLASH adaptive 2, 1 at a time: 4.0% below the same fixed length",
+        "DFLASH adaptive 2, 4 at a time: 20.0% below DFLASH fixed 1",
+    ]
+
+
+def test_no_speed_up_of_an_arm_with_other_output():
+    points = [*both(NO_DRAFTER, 200.0), *both(TWO, 100.0), *both(ADAPTIVE, 50.0)]
+    points[-1] = point(ADAPTIVE, 1, 4, 50.0, outputs=[[1, 2, 3]] * 3 + [[1, 2, 4]])
+    wrong, tie = results(points), results(points, gap=1e-4)
+    assert str(wrong.equality[ADAPTIVE]) == "1 of 12 DIFFER, 0 of them in near ties"
+    assert str(tie.equality[ADAPTIVE]) == "1 of 12 differ, in near ties"
+    assert [row[3] for row in bench.adaptive_rows(wrong)[1]] == ["", ""]
+    assert [row[-1] for row in bench.arm_rows(wrong, "DFLASH")[1] if row[1] == "adaptive 2"] == ["", ""]
+    assert bench.misses(wrong) == ["DFLASH adaptive 2: output differs, no speed-up is claimed"]
+    assert bench.adaptive_rows(tie)[1][1][3] == "2.000 [2.000, 2.000]"
+
+
+def test_what_has_no_point_is_left_out():
+    found = results([*both(NO_DRAFTER, 200.0), point(ADAPTIVE, 0, 4)])
+    assert [row[1] for row in bench.adaptive_rows(found)[1]] == ["4"]
+    assert "DFLASH adaptive 2" in bench.page(found, "Full form")
+    with pytest.raises(ValueError, match="plain decoding has not been measured"):
+        results([point(ADAPTIVE)])
+
+
+def test_the_files(tmp_path):
+    found = results([*both(NO_DRAFTER, 200.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)])
+    bench.write_csv(tmp_path / "points.csv", found)
+    assert len((tmp_path / "points.csv").read_text().splitlines()) == 1 + 12
+    bench.picture(tmp_path / "picture.png", found)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
