@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
 import matplotlib
@@ -23,18 +24,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from av_triton import CostTable
 from benchmarks import results
 from benchmarks.serving import models
 from benchmarks.serving.points import (
     ADAPTIVE,
     FIXED,
     PLAIN,
+    PROFILED,
     Arm,
     Difference,
     Figures,
     Point,
     Ratio,
+    StepCosts,
     differences,
     load,
     pareto_front,
@@ -53,6 +55,7 @@ SOURCES = (
     "av_triton", "integrations", "tests/integrations/sglang/cpu_engine", "benchmarks/serving/engine.py",
     "benchmarks/serving/models.py",
 )  # fmt: skip
+TRIMMING = (ADAPTIVE, PROFILED)
 BYPASSED, BYPASS_LOSS = (1, 2), 0.02
 # Verification is compute-bound where all drafts cost the target at least so many times what none cost.
 COMPUTE_BOUND = 1.5
@@ -99,47 +102,42 @@ class Plan(NamedTuple):
         return {self.key(arm, n, each) for arm in self.arms for n in range(self.passes) for each in self.requests}
 
 
-def family(drafter: str, fixed: Iterable[int], adaptive: Sequence[int]) -> tuple[Arm, ...]:
-    """Each adaptive arm right after the fixed one of its length."""
-    return tuple(
-        Arm(drafter, kind, length) for length in fixed for kind in (FIXED, ADAPTIVE)[: 1 + (length in adaptive)]
-    )
+def family(drafter: str, fixed: Iterable[int], adaptive: Iterable[int], profiled: Iterable[int]) -> tuple[Arm, ...]:
+    """The profiled arms last: their step costs are those of the fixed ones."""
+    kinds = ((FIXED, fixed), (ADAPTIVE, adaptive), (PROFILED, profiled))
+    return tuple(Arm(drafter, kind, length) for kind, lengths in kinds for length in lengths)
 
 
 NO_DRAFTER = Arm("", PLAIN, 0)
 QUICK = Plan(
     arms=(
         NO_DRAFTER,
-        *family("DFLASH", (1, 3), (3,)),
-        *family("STANDALONE", (2,), (2,)),
-        *family("DSPARK", (3,), (3,)),
+        *family("DFLASH", (1, 3), (3,), (3,)),
+        *family("STANDALONE", (2,), (2,), ()),
+        *family("DSPARK", (3,), (3,), ()),
     ),
-    requests={1: 2, 4: 6, 16: 20},
+    requests={1: 2, 4: 5, 16: 20},
     length=24,
-    warm_up=12,
+    warm_up=16,
 )
 FULL = Plan(
     arms=(
         NO_DRAFTER,
-        *family("DFLASH", range(1, 8), (3, 7)),
-        *family("STANDALONE", range(1, 5), (2, 4)),
-        *family("DSPARK", range(1, 8), (3, 7)),
+        *family("DFLASH", range(1, 8), (3, 7), (3, 7)),
+        *family("STANDALONE", range(1, 5), (2, 4), (2, 4)),
+        *family("DSPARK", range(1, 8), (3, 7), (3, 7)),
     ),
     requests={1: 3, 2: 4, 4: 8, 8: 12, 16: 24, 32: 40},
     length=48,
-    warm_up=48,
+    warm_up=32,
 )
 
 
-def costs_folder(folder: Path, arm: Arm) -> Path:
-    """Where the plug-in keeps the step costs that it measured for this arm; all passes use them."""
-    return folder / f"costs-{arm.drafter}-{arm.length}"
-
-
-def keywords(arm: Arm, folder: Path, highest: int) -> dict[str, Any]:
-    """Of `sglang.Engine`. folder: for checkpoints, step costs and coefficients. highest: concurrency."""
+def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str, Any]:
+    """Of `sglang.Engine`. kept: folder of what an adaptive arm takes over from one pass to the next. highest:
+    concurrency."""
     engine: dict[str, Any] = {
-        "model_path": str(models.target(folder / "models")),
+        "model_path": str(models.target(checkpoints)),
         "max_running_requests": highest,
         "max_total_tokens": 24576,
         "log_level": "warning",
@@ -148,19 +146,20 @@ def keywords(arm: Arm, folder: Path, highest: int) -> dict[str, Any]:
         return engine
     engine |= {
         "speculative_algorithm": arm.drafter,
-        "speculative_draft_model_path": str(models.drafter(folder / "models", arm.drafter)),
+        "speculative_draft_model_path": str(models.drafter(checkpoints, arm.drafter)),
         "speculative_num_draft_tokens": arm.length + 1,
     }
     if arm.drafter == "STANDALONE":
         engine |= {"speculative_num_steps": arm.length, "speculative_eagle_topk": 1}
     if arm.drafter == "DSPARK":
         engine["speculative_dspark_block_size"] = arm.length
-    if arm.kind == ADAPTIVE:
+    if arm.kind in TRIMMING:
         engine["enable_adaptive_verification"] = True
         engine["adaptive_verification_config"] = {
-            "cost_cache": str(costs_folder(folder, arm)),
-            "coefficients": str(folder / f"coefficients-{arm.drafter}-{arm.length}.json"),
+            "cost_cache" if arm.kind == ADAPTIVE else "cost_table": str(kept / f"{arm} costs"),
+            "coefficients": str(kept / f"{arm} coefficients.json"),
             "save_interval": 20,
+            "settings": {"refit_interval": 8},  # the runs are short
             "ragged_backends": [NAME],
         }
     return engine
@@ -180,21 +179,27 @@ class Bench:
     """Runs engines in a fork server, which is started when it is needed, and keeps what they measure below `folder`."""
 
     def __init__(self, plan: Plan, folder: Path, resources: ExitStack) -> None:
-        self.plan, self.folder, self._resources = plan, folder, resources
-        self._digest = digest()
-        self.store = folder / f"points-{self._digest}.jsonl"
+        self.plan, self.checkpoints, self._resources = plan, folder / "models", resources
+        self.kept = folder / f"{digest()}-{plan.length}"
+        self.kept.mkdir(parents=True, exist_ok=True)
+        self.store = self.kept / "points.jsonl"
 
     @cached_property
     def prompts(self) -> list[list[int]]:
-        return models.prompts(self.folder / "models", max(self.plan.requests.values()))
+        return models.prompts(self.checkpoints, max(self.plan.requests.values()))
 
     @cached_property
     def server(self) -> ForkServer:
+        logs = Path(self._resources.enter_context(TemporaryDirectory()))
         with console.status("starting SGLang"):
-            return self._resources.enter_context(ForkServer(self.folder))
+            return self._resources.enter_context(ForkServer(logs))
+
+    def points(self) -> list[Point]:
+        wanted = self.plan.keys()
+        return [point for key, point in load(self.store).items() if key in wanted]
 
     def engine(self, arm: Arm) -> dict[str, Any]:
-        return keywords(arm, self.folder, max(self.plan.requests))
+        return keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
 
     def measure(self) -> None:
         """All that is missing, one engine at a time, under a progress bar."""
@@ -213,6 +218,9 @@ class Bench:
                 progress.update(task, completed=done + len(concurrencies))
 
     def _serve(self, arm: Arm, repetition: int, concurrencies: list[int]) -> None:
+        if arm.kind == PROFILED and not (costs := self.kept / f"{arm} costs").exists():
+            points = self.points()
+            StepCosts.of(points).table(points, arm).save(costs)
         self.server.call(
             "benchmarks.serving.engine:serve",
             timeout=7200,
@@ -223,13 +231,13 @@ class Bench:
             warm_up=self.plan.warm_up,
             labels={"arm": arm, "repetition": repetition},
             points=str(self.store),
-            steps=str(self.folder / "steps.jsonl"),
+            steps=str(self.kept / "steps.jsonl"),
             owner=os.getpid(),
         )
 
     def gaps(self, found: Sequence[tuple[Difference, list[int]]]) -> list[float]:
         """Of the target's logits at each difference, which comes with plain decoding's output; kept in a file."""
-        path = self.folder / f"gaps-{self._digest}.json"
+        path = self.kept / "gaps.json"
         known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
         cases = {
             f"{each} after {output[: each.position]}": (
@@ -251,15 +259,7 @@ class Bench:
 
     def results(self) -> "Results":
         """Of what has been measured so far."""
-        wanted = self.plan.keys()
-        points = [point for key, point in load(self.store).items() if key in wanted]
-        costs = {
-            arm: CostTable.load(path)
-            for arm in self.plan.arms
-            if arm.kind == ADAPTIVE
-            for path in costs_folder(self.folder, arm).glob("*.json")
-        }
-        return Results(self.plan, points, self.gaps, costs)
+        return Results(self.plan, self.points(), self.gaps)
 
 
 class Equality(NamedTuple):
@@ -281,19 +281,15 @@ class Equality(NamedTuple):
 
 
 class Results:
-    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. costs: of adaptive arms.
-
-    gaps: see `Bench.gaps`.
-    """
+    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. gaps: see `Bench.gaps`."""
 
     def __init__(
         self,
         plan: Plan,
         points: Sequence[Point],
         gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]],
-        costs: dict[Arm, CostTable],
     ) -> None:
-        self.plan, self.costs = plan, costs
+        self.plan, self.costs = plan, StepCosts.of(points)
         self.points: dict[tuple[Arm, int], list[Point]] = {}
         for point in sorted(points, key=lambda point: point.repetition):
             self.points.setdefault((point.arm, point.concurrency), []).append(point)
@@ -328,7 +324,7 @@ class Results:
 
     def adaptive(self) -> list[tuple[Arm, int]]:
         """(arm, concurrency)"""
-        return [(arm, each) for arm in self.arms if arm.kind == ADAPTIVE for each in self.concurrencies(arm)]
+        return [(arm, each) for arm in self.arms if arm.kind in TRIMMING for each in self.concurrencies(arm)]
 
     def figures(self, arm: Arm, concurrency: int) -> Figures:
         return Figures.of(self.points[arm, concurrency])
@@ -347,11 +343,6 @@ class Results:
             if (each.drafter, each.kind) == (arm.drafter, FIXED) and (each, concurrency) in self.points
         ]
         return max(fixed, key=lambda each: self.figures(each, concurrency).throughput, default=arm._replace(kind=FIXED))
-
-    def growth(self, arm: Arm, concurrency: int) -> float:
-        """How many times what no draft costs all drafts cost the target, by the arm's own table."""
-        verify = self.costs[arm].dense(1, concurrency * (arm.length + 1)).verify
-        return float(verify[-1] / verify[concurrency])
 
 
 Rows = list[list[str]]
@@ -388,9 +379,9 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
         same, best = arm._replace(kind=FIXED), found.best_fixed(arm, concurrency)
         rows.append(
             [
-                f"{arm.drafter} {arm.length}",
+                str(arm),
                 str(concurrency),
-                f"{found.growth(arm, concurrency):.2f}",
+                f"{found.costs.growth(arm, concurrency):.2f}",
                 _text(found.ratio(arm, same, concurrency)),
                 _text(found.ratio(arm, same, concurrency, "cpu_throughput")),
                 f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
@@ -411,7 +402,7 @@ def depth_rows(found: Results) -> tuple[list[str], Rows]:
             drafting = figures.step_ms - figures.target_ms
             rows.append(
                 [
-                    f"{arm.drafter} {arm.length}",
+                    str(arm),
                     str(concurrency),
                     f"{figures.step_ms:.1f}",
                     f"{drafting:.1f}",
@@ -441,7 +432,7 @@ def misses(found: Results) -> list[str]:
         where = f"{arm}, {concurrency} at a time"
         if concurrency in BYPASSED and over_same is not None and over_same.mean < 1 - BYPASS_LOSS:
             lines.append(f"{where}: {1 - over_same.mean:.1%} below the same fixed length")
-        if found.growth(arm, concurrency) >= COMPUTE_BOUND and over_best is not None and over_best.mean < 1:
+        if found.costs.growth(arm, concurrency) >= COMPUTE_BOUND and over_best is not None and over_best.mean < 1:
             lines.append(f"{where}: {1 - over_best.mean:.1%} below {best}")
     return lines
 
@@ -487,6 +478,7 @@ def picture(path: Path, found: Results) -> None:
     Above by wall time, below by CPU time of the scheduler.
     """
     width = len(found.drafters)
+    colours = {PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens}
     figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
     for column, drafter in enumerate(found.drafters):
         arms = [NO_DRAFTER, *(arm for arm in found.arms if arm.drafter == drafter)]
@@ -498,12 +490,12 @@ def picture(path: Path, found: Results) -> None:
                 rates = [getattr(found.figures(arm, each), name) for each in levels]
                 line = [(rate / each, rate) for rate, each in zip(rates, levels, strict=True)]
                 every += line
-                share = 0.25 + 0.65 * arm.length / longest
-                colour = {PLAIN: "black", FIXED: plt.cm.Blues(share), ADAPTIVE: plt.cm.Oranges(share)}[arm.kind]
+                share = 0.3 + 0.6 * arm.length / longest
+                colour = colours[arm.kind](share)
                 label = PLAIN if arm == NO_DRAFTER else f"{arm.kind} {arm.length}"
                 panel.plot(*zip(*line, strict=True), marker=".", color=colour, label=label)
             front = [each for each, best in zip(every, pareto_front(every), strict=True) if best]
-            panel.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors="tab:green", label="front")
+            panel.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors="tab:red", label="front")
             panel.set(
                 title=drafter, xlabel=f"tokens per {second} and user", ylabel=f"tokens per {second}",
                 xscale="log", yscale="log",

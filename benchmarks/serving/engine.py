@@ -85,40 +85,46 @@ def _record_steps(path: Path) -> None:
 
     path.write_text("")
     forward, process = TpModelWorker.forward_batch_generation, Scheduler.process_batch_result
-    target_ms = 0.0
-    ended: tuple[float, float] | None = None  # (wall, CPU) seconds at the end of the batch before
+    ended: tuple[float, float] | None = None  # `_clocks` at the end of the batch before
+    target = [0.0, 0.0]  # milliseconds of the target's forwards since then
 
     @functools.wraps(forward)
     def timed_forward(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal target_ms
-        start = time.perf_counter()
-        try:
-            return forward(worker, *args, **kwargs)
-        finally:
-            if not worker.is_draft_worker:
-                target_ms += (time.perf_counter() - start) * 1e3
-
-    def tokens_of(batch: Any) -> int:
-        return sum(len(each.output_ids) for each in batch.reqs)
+        start = _clocks()
+        result = forward(worker, *args, **kwargs)
+        if not worker.is_draft_worker:
+            target[:] = [sum(each) for each in zip(target, _since(start), strict=True)]
+        return result
 
     @functools.wraps(process)
     def timed_process(scheduler: Any, batch: Any, result: Any) -> None:
-        nonlocal target_ms, ended
-        requests, tokens, width = len(batch.reqs), tokens_of(batch), result.speculative_num_draft_tokens or 1
-        verified = requests * width if result.cap_lens is None else int(result.cap_lens.sum())
-        reqs = list(batch.reqs)
+        nonlocal ended
+        requests, width = list(batch.reqs), result.speculative_num_draft_tokens or 1
+        verified = len(requests) * width if result.cap_lens is None else int(result.cap_lens.sum())
+        before = sum(len(each.output_ids) for each in requests)
         process(scheduler, batch, result)
-        now = time.perf_counter(), time.process_time()
         if batch.forward_mode.is_decode() and ended is not None:
-            emitted = sum(len(each.output_ids) for each in reqs) - tokens
-            ms, cpu_ms = ((after - before) * 1e3 for after, before in zip(now, ended, strict=True))
-            with path.open("a") as file:
-                step = Step(requests, verified, emitted, ms, cpu_ms, target_ms)
-                file.write(msgspec.json.encode(step).decode() + "\n")
-        target_ms, ended = 0.0, now
+            emitted = sum(len(each.output_ids) for each in requests) - before
+            (ms, cpu_ms), (target_ms, target_cpu_ms) = _since(ended), target
+            step = Step(len(requests), verified, emitted, ms, cpu_ms, target_ms, target_cpu_ms)
+            with path.open("ab") as file:
+                file.write(msgspec.json.encode(step) + b"\n")
+        target[:] = 0.0, 0.0
+        ended = _clocks()
 
     TpModelWorker.forward_batch_generation = timed_forward
     Scheduler.process_batch_result = timed_process
+
+
+def _clocks() -> tuple[float, float]:
+    """(wall, CPU of the process), seconds"""
+    return time.perf_counter(), time.process_time()
+
+
+def _since(start: tuple[float, float]) -> tuple[float, float]:
+    """Milliseconds."""
+    wall, cpu = _clocks()
+    return (wall - start[0]) * 1e3, (cpu - start[1]) * 1e3
 
 
 def gaps(engine: dict[str, Any], cases: list[tuple[list[int], int, int]]) -> list[float]:

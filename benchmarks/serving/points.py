@@ -1,5 +1,6 @@
 """What was measured at one concurrency of one engine, the figures of it, and how two arms compare."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,8 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
+from av_triton import CostTable
+
+PLAIN, FIXED, ADAPTIVE, PROFILED = "plain", "fixed", "adaptive", "profiled"
 
 
 class Step(NamedTuple):
@@ -16,7 +20,7 @@ class Step(NamedTuple):
 
     verified: tokens that went through the target, one bonus row per request included. emitted: tokens that the requests
     got, at most what they had asked for. ms: from the end of the batch before to the end of this one. cpu_ms: of the
-    scheduler process, all its threads. target_ms: wall time of the target's forward.
+    scheduler process, all its threads. target_ms, target_cpu_ms: of these, the target's forward.
     """
 
     requests: int
@@ -25,10 +29,15 @@ class Step(NamedTuple):
     ms: float
     cpu_ms: float
     target_ms: float
+    target_cpu_ms: float
 
 
 class Arm(NamedTuple):
-    """drafter: SGLang's algorithm, "" without one. kind: PLAIN, FIXED or ADAPTIVE. length: draft positions K."""
+    """drafter: SGLang's algorithm, "" without one. length: draft positions K.
+
+    kind: PLAIN, FIXED, ADAPTIVE (by the step costs that the server measures when it starts) or PROFILED (adaptive too,
+    by step costs from the fixed arms' steps, see `StepCosts`).
+    """
 
     drafter: str
     kind: str
@@ -101,7 +110,7 @@ class Figures:
             raise ValueError(
                 f"{points[0].arm}: no decode step with {concurrency} requests; serve at least {concurrency} of them"
             )
-        rows, verified, emitted, ms, cpu_ms, target_ms = (sum(column) for column in zip(*steps, strict=True))
+        rows, verified, emitted, ms, cpu_ms, target_ms, _ = (sum(column) for column in zip(*steps, strict=True))
         return cls(
             throughput=emitted / ms * 1e3,
             per_user=emitted / ms * 1e3 / concurrency,
@@ -112,6 +121,48 @@ class Figures:
             target_ms=statistics.median(step.target_ms for step in steps),
             target_share=target_ms / ms,
             steps=len(steps),
+        )
+
+
+class StepCosts(NamedTuple):
+    """The target's forward in CPU milliseconds: base + per_request * requests + per_token * verified tokens."""
+
+    base: float
+    per_request: float
+    per_token: float
+
+    @classmethod
+    def of(cls, points: Iterable[Point]) -> "StepCosts":
+        """Least squares over the fixed arms' points, the medians of their steps; NaN where there are none."""
+        sizes, times = [], []
+        for point in points:
+            if point.arm.kind == FIXED:
+                steps = [step for step in point.steps if step.requests == point.concurrency]
+                sizes.append((1, point.concurrency, steps[0].verified))
+                times.append(statistics.median(step.target_cpu_ms for step in steps))
+        return cls(*np.linalg.lstsq(np.array(sizes, float), np.array(times))[0].tolist() if sizes else [math.nan] * 3)
+
+    def growth(self, arm: Arm, requests: int) -> float:
+        """What all drafts cost the target over what none cost."""
+        rest = self.base + self.per_request * requests
+        return (rest + self.per_token * requests * (arm.length + 1)) / (rest + self.per_token * requests)
+
+    def table(self, points: Iterable[Point], arm: Arm) -> CostTable:
+        """For this arm, whose drafting is timed in the points of the fixed arm of its length.
+
+        The target's cost per request goes with the drafting: both are spent whatever the budget.
+        """
+        same = arm._replace(kind=FIXED)
+        draft: dict[int, list[float]] = {}
+        for point in points:
+            if point.arm == same:
+                draft.setdefault(point.concurrency, []).extend(
+                    step.cpu_ms - step.target_cpu_ms for step in point.steps if step.requests == point.concurrency
+                )
+        most = max(draft) * (arm.length + 1)
+        return CostTable(
+            draft=[(n, max(statistics.median(draft[n]) + self.per_request * n, 1e-3)) for n in sorted(draft)],
+            verify=[(n, max(self.base + self.per_token * n, 1e-3)) for n in (1, most)],
         )
 
 

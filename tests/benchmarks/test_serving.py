@@ -5,7 +5,6 @@ from dataclasses import astuple
 
 import pytest
 
-from av_triton import CostTable
 from benchmarks.serving import bench
 from benchmarks.serving.bench import NO_DRAFTER, Bench, Plan, Results
 from benchmarks.serving.points import (
@@ -14,6 +13,7 @@ from benchmarks.serving.points import (
     Figures,
     Point,
     Step,
+    StepCosts,
     append,
     differences,
     load,
@@ -26,7 +26,10 @@ PLAN = Plan(arms=(NO_DRAFTER, ONE, TWO, ADAPTIVE), requests={1: 2, 4: 4}, length
 
 
 def point(arm, repetition=0, concurrency=4, ms=100.0, emitted=8, outputs=None):
-    steps = [Step(concurrency, 3 * concurrency, emitted, ms, ms / 2, ms / 4)] * 2
+    """The target: 6 CPU ms, .5 per request and 1 per token; drafting 5."""
+    tokens = concurrency * (1 + arm.length)
+    target = 6.0 + 0.5 * concurrency + tokens
+    steps = [Step(concurrency, tokens, emitted, ms, target + 5.0, ms / 4, target)] * 2
     outputs = outputs or [[1, 2, 3]] * PLAN.requests[concurrency]
     return Point(
         arm=arm, repetition=repetition, concurrency=concurrency, requests=PLAN.requests[concurrency], length=3,
@@ -84,10 +87,12 @@ def test_other_sources_have_other_points(monkeypatch):
 
 def test_the_figures_of_a_point():
     steps = [
-        Step(requests=2, verified=8, emitted=3, ms=30.0, cpu_ms=20.0, target_ms=15.0),
-        Step(requests=2, verified=4, emitted=5, ms=50.0, cpu_ms=20.0, target_ms=25.0),
-        Step(requests=1, verified=4, emitted=4, ms=500.0, cpu_ms=500.0, target_ms=500.0),  # the last request, alone
-        Step(requests=2, verified=8, emitted=2, ms=20.0, cpu_ms=10.0, target_ms=10.0),
+        Step(requests=2, verified=8, emitted=3, ms=30.0, cpu_ms=20.0, target_ms=15.0, target_cpu_ms=1.0),
+        Step(requests=2, verified=4, emitted=5, ms=50.0, cpu_ms=20.0, target_ms=25.0, target_cpu_ms=1.0),
+        Step(
+            requests=1, verified=4, emitted=4, ms=500.0, cpu_ms=500.0, target_ms=500.0, target_cpu_ms=1.0
+        ),  # the last request, alone
+        Step(requests=2, verified=8, emitted=2, ms=20.0, cpu_ms=10.0, target_ms=10.0, target_cpu_ms=1.0),
     ]
     recorded = Point(
         arm=TWO, repetition=0, concurrency=2, requests=3, length=9, seconds=1.0, steps=steps, outputs=[]
@@ -108,6 +113,17 @@ def test_arms_are_compared_pass_by_pass():
     assert ratio(mine, []) is None
 
 
+def test_step_costs_from_the_fixed_arms():
+    points = [point(arm, 0, each) for arm in PLAN.arms for each in (1, 4)]
+    costs = StepCosts.of(points)
+    assert costs == pytest.approx((6.0, 0.5, 1.0))
+    assert costs.growth(ADAPTIVE, 4) == pytest.approx(20 / 12)
+    dense = costs.table(points, ADAPTIVE).dense(4, 12)
+    # The sum is what a step costs: 5 for drafting, 6 + .5 * 4 + 12 for the target.
+    assert dense.draft[4] + dense.verify[12] == pytest.approx(25.0)
+    assert dense.draft[1] + dense.verify[1] == pytest.approx(12.5)
+
+
 def test_the_pareto_front():
     points = [(1.0, 9.0), (2.0, 8.0), (2.0, 7.0), (3.0, 8.0), (0.5, 9.0), (3.0, 8.0)]
     assert pareto_front(points) == [True, False, False, True, False, True]
@@ -119,8 +135,7 @@ def test_the_first_difference_of_each_output():
 
 
 def results(points, gap=1.0):
-    costs = {ADAPTIVE: CostTable(draft=[(1, 1.0)], verify=[(1, 10.0), (4, 10.0), (12, 20.0)])}
-    return Results(PLAN, points, lambda found: [gap] * len(found), costs)
+    return Results(PLAN, points, lambda found: [gap] * len(found))
 
 
 def both(arm, ms, **options):
@@ -131,10 +146,10 @@ def test_the_tables():
     found = results([*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 125.0), *both(ADAPTIVE, 80.0)])
     columns, rows = bench.adaptive_rows(found)
     assert [len(row) for row in rows] == [len(columns)] * 2
-    # At 1 request 3 tokens cost what 1 costs; at 4, 12 cost twice as much as 4. The best fixed length is 1.
-    assert [row[2] for row in rows] == ["1.00", "2.00"]
+    # The target at 1 request: 9.5 ms over 7.5; at 4: 20 over 12. The best fixed length is 1.
+    assert [row[2] for row in rows] == ["1.27", "1.67"]
     assert rows[0][3:] == [
-        "1.562 [1.562, 1.562]", "1.562 [1.562, 1.562]", "1.250 [1.250, 1.250] (1)", "2.500 [2.500, 2.500]"
+        "1.562 [1.562, 1.562]", "1.000 [1.000, 1.000]", "1.250 [1.250, 1.250] (1)", "2.500 [2.500, 2.500]"
     ]  # fmt: skip
     columns, rows = bench.arm_rows(found, "DFLASH")
     assert [row[:3] for row in rows[4:]] == [
