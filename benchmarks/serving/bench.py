@@ -6,6 +6,7 @@ python -m benchmarks.serving.bench [--quick]
 import csv
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from av_triton import CostTable
 from benchmarks import results
 from benchmarks.serving import models
 from benchmarks.serving.points import (
@@ -66,8 +68,15 @@ time on one thread, without overlap scheduling. Drafters: DFLASH is the demo's b
 confidence head and with an empty Markov head, STANDALONE the target with 20 of its 30 layers. Fixed lengths are set by
 SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--speculative-dspark-block-size`.
 SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
-is no arm here, for there is no trained EAGLE drafter for this target. The adaptive arms measured their own step costs
-at start-up, kept their coefficients from the first pass for the second, and had served all prompts once before.
+is no arm here, for there is no trained EAGLE drafter for this target.
+
+"adaptive" plans by the step costs that the server measures when it starts, "profiled" by costs fitted to the steps of
+the fixed arms. Both passes of an arm use the same costs, the second one starts with the first one's coefficients, and
+every engine had served all prompts once before what is measured.
+
+Ratios of tokens/s are means over the passes [lowest, highest pass]. "all / none": what all drafts cost the target over
+what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a verified draft.
+"over fixed": over the same fixed length, by the wall clock and by CPU time; the best fixed length is in brackets.
 """
 console = Console()
 
@@ -127,10 +136,11 @@ FULL = Plan(
         *family("STANDALONE", range(1, 5), (2, 4), (2, 4)),
         *family("DSPARK", range(1, 8), (3, 7), (3, 7)),
     ),
-    requests={1: 3, 2: 4, 4: 8, 8: 12, 16: 24, 32: 40},
+    requests={1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32},
     length=48,
-    warm_up=32,
+    warm_up=16,
 )
+FORMS = {"Full form": FULL, "Quick form": QUICK}
 
 
 def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str, Any]:
@@ -181,7 +191,6 @@ class Bench:
     def __init__(self, plan: Plan, folder: Path, resources: ExitStack) -> None:
         self.plan, self.checkpoints, self._resources = plan, folder / "models", resources
         self.kept = folder / f"{digest()}-{plan.length}"
-        self.kept.mkdir(parents=True, exist_ok=True)
         self.store = self.kept / "points.jsonl"
 
     @cached_property
@@ -201,9 +210,10 @@ class Bench:
     def engine(self, arm: Arm) -> dict[str, Any]:
         return keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
 
-    def measure(self) -> None:
-        """All that is missing, one engine at a time, under a progress bar."""
-        todo = self.plan.missing(load(self.store))
+    def measure(self, drafters: Sequence[str] = ()) -> None:
+        """All that is missing, one engine at a time, under a progress bar. drafters: only with these, and without."""
+        self.kept.mkdir(parents=True, exist_ok=True)
+        todo = [run for run in self.plan.missing(load(self.store)) if not drafters or run[0].drafter in ("", *drafters)]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress, ThreadPoolExecutor(1) as pool:
             task = progress.add_task("", total=sum(len(each) for _, _, each in todo))
@@ -257,9 +267,17 @@ class Bench:
             path.write_text(json.dumps(known))
         return [known[name] for name in cases]
 
-    def results(self) -> "Results":
-        """Of what has been measured so far."""
-        return Results(self.plan, self.points(), self.gaps)
+    def results(self) -> "Results | None":
+        """Of what has been measured so far; None where plain decoding has not, with which all is compared."""
+        points = self.points()
+        if not any(point.arm == NO_DRAFTER for point in points):
+            return None
+        tables = {}
+        for arm in self.plan.arms:
+            costs = self.kept / f"{arm} costs"
+            for path in costs.glob("*.json") if costs.is_dir() else [costs] if costs.exists() else ():
+                tables[arm] = CostTable.load(path)
+        return Results(self.plan, points, self.gaps, tables)
 
 
 class Equality(NamedTuple):
@@ -281,20 +299,20 @@ class Equality(NamedTuple):
 
 
 class Results:
-    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. gaps: see `Bench.gaps`."""
+    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. gaps: see `Bench.gaps`.
+    tables: the step costs that adaptive arms plan by."""
 
     def __init__(
         self,
         plan: Plan,
         points: Sequence[Point],
         gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]],
+        tables: dict[Arm, CostTable],
     ) -> None:
-        self.plan, self.costs = plan, StepCosts.of(points)
+        self.plan, self.tables, self.costs = plan, tables, StepCosts.of(points)
         self.points: dict[tuple[Arm, int], list[Point]] = {}
         for point in sorted(points, key=lambda point: point.repetition):
             self.points.setdefault((point.arm, point.concurrency), []).append(point)
-        if not any(arm == NO_DRAFTER for arm, _ in self.points):
-            raise ValueError("plain decoding has not been measured, and there is nothing to compare with: measure it")
         self.arms = [arm for arm in plan.arms if any(arm == each for each, _ in self.points)]
         self.equality = self._compare(gaps)
 
@@ -334,6 +352,14 @@ class Results:
         if not (self.equality[arm].good and other in self.equality and self.equality[other].good):
             return None
         return ratio(self.points[arm, concurrency], self.points.get((other, concurrency), ()), figure)
+
+    def planned(self, arm: Arm, concurrency: int) -> float:
+        """Milliseconds per verified draft by the arm's own table, from none to all; NaN without a table."""
+        if arm not in self.tables:
+            return math.nan
+        drafts = concurrency * arm.length
+        verify = self.tables[arm].dense(concurrency, concurrency + drafts).verify
+        return float(verify[-1] - verify[concurrency]) / drafts
 
     def best_fixed(self, arm: Arm, concurrency: int) -> Arm:
         """The fixed arm of the highest throughput with this arm's drafter, of those measured."""
@@ -382,13 +408,15 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
                 str(arm),
                 str(concurrency),
                 f"{found.costs.growth(arm, concurrency):.2f}",
+                f"{found.planned(arm, concurrency):.2f}",
                 _text(found.ratio(arm, same, concurrency)),
                 _text(found.ratio(arm, same, concurrency, "cpu_throughput")),
                 f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
                 _text(found.ratio(arm, NO_DRAFTER, concurrency)),
             ]
         )
-    columns = ["adaptive", "at a time", "all / none", "over fixed", "by CPU time", "over the best fixed", "over plain"]
+    columns = ["arm", "at a time", "all / none", "ms per draft"]
+    columns += ["over fixed", "by CPU time", "over the best fixed", "over plain"]
     return columns, rows
 
 
@@ -411,7 +439,7 @@ def depth_rows(found: Results) -> tuple[list[str], Rows]:
                     _text(found.ratio(arm, NO_DRAFTER, concurrency)),
                 ]
             )
-    columns = ["adaptive", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
+    columns = ["arm", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
     return columns, rows
 
 
@@ -505,18 +533,18 @@ def picture(path: Path, found: Results) -> None:
     plt.close(figure)
 
 
-def page(found: Results, form: str) -> str:
-    """The section of docs/results.md."""
+def page(form: str, found: Results) -> str:
+    """A part of the section of docs/results.md."""
     plan = found.plan
     requests = ", ".join(f"{count} at {each}" for each, count in plan.requests.items())
-    passes = max(len(points) for points in found.points.values())
+    open_points = len(plan.keys()) - sum(map(len, found.points.values()))
+    state = f" ({open_points} of {len(plan.keys())} points not measured)" if open_points else ""
     parts = [
-        f"{form}: {plan.length} new tokens per request, greedy; requests by concurrency: {requests}; {passes} passes, "
-        f"the second in reverse order of arms. {ABOUT}",
-        "![Throughput against interactivity](results-serving.png)\n",
-        'Ratios of tokens/s: mean [lowest, highest pass]. "all / none": what all drafts cost the target over what none '
-        'cost, as the plug-in measured it. "over fixed": over the same fixed length, by the wall clock and by CPU '
-        "time; the best fixed length is in brackets.\n",
+        f"### {form}\n",
+        f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes, the second "
+        f"in reverse order of arms{state}. "
+        "The target's forward, fitted to the fixed arms' steps: {:.1f} ms, {:.2f} more per request, {:.2f} more per "
+        "verified token (CPU time).\n".format(*found.costs),
         results.table(*adaptive_rows(found)),
         claims(found),
     ]
@@ -533,6 +561,14 @@ def page(found: Results, form: str) -> str:
     return "\n".join(parts)
 
 
+def publish_results(forms: dict[str, Results]) -> None:
+    """The picture is that of the first form."""
+    picture(ROOT / "docs/results-serving.png", next(iter(forms.values())))
+    command = "make bench-serving" + ("" if "Full form" in forms else " ARGS=--quick")
+    parts = [ABOUT, "![Throughput against interactivity](results-serving.png)\n"]
+    results.publish("serving", "Serving", command, "\n".join([*parts, *(page(*each) for each in forms.items())]))
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs: under 10 minutes.")] = False,
     drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
@@ -546,23 +582,25 @@ def main(
 
     Can be stopped and started again. Exit status 1 where an output differs from plain decoding's without a near tie.
     """
-    plan = QUICK if quick else FULL
-    known = {arm.drafter for arm in plan.arms}
+    known = {arm.drafter for arm in FULL.arms}
     unknown = set(drafter or ()) - known
     if unknown:
         raise typer.BadParameter(f"--drafter {', '.join(unknown)}: choose from {', '.join(sorted(known - {''}))}")
-    some = plan._replace(arms=tuple(arm for arm in plan.arms if not drafter or arm.drafter in ("", *drafter)))
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         with ExitStack() as resources:
+            benches = {form: Bench(each, folder, resources) for form, each in FORMS.items()}
             if measure:
-                Bench(some, folder, resources).measure()
-            found = Bench(plan, folder, resources).results()
+                benches["Quick form" if quick else "Full form"].measure(drafter or ())
+            forms = {form: each for form, bench in benches.items() if (each := bench.results()) is not None}
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")
         # The running engine ends by itself after its point, which is kept.
         os._exit(130)
+    found = forms.get("Quick form" if quick else "Full form")
+    if found is None:
+        console.print("nothing has been measured in this form: leave out --no-measure", style="red")
+        raise typer.Exit(2)
     for name in found.drafters:
         show(name, *arm_rows(found, name))
     show("What an autoregressive drafter costs", *depth_rows(found))
@@ -573,9 +611,7 @@ def main(
     picture(folder / "serving.png", found)
     console.print(f"{folder}: points.csv, serving.png", highlight=False)
     if publish:
-        picture(ROOT / "docs/results-serving.png", found)
-        command = "make bench-serving" + (' ARGS="--quick"' if quick else "")
-        results.publish("serving", "Serving", command, page(found, "Quick form" if quick else "Full form"))
+        publish_results(forms)
     raise typer.Exit(int(not all(each.good for each in found.equality.values())))
 
 

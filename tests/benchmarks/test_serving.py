@@ -5,6 +5,7 @@ from dataclasses import astuple
 
 import pytest
 
+from av_triton import CostTable
 from benchmarks.serving import bench
 from benchmarks.serving.bench import NO_DRAFTER, Bench, Plan, Results
 from benchmarks.serving.points import (
@@ -72,6 +73,16 @@ def test_a_killed_run_goes_on(tmp_path):
     assert first.server.measured + second.server.measured == every
     assert run(tmp_path, 100).server.measured == []
     assert set(load(first.store)) == PLAN.keys()
+    assert set(second.results().points) == {(arm, each) for arm in PLAN.arms for each in PLAN.requests}
+
+
+def test_one_drafter_can_be_measured_alone(tmp_path):
+    with ExitStack() as resources:
+        running = Bench(PLAN, tmp_path, resources)
+        running.server, running.prompts, running.engine = FakeServer(100), [], lambda arm: {}
+        assert running.results() is None
+        running.measure(["STANDALONE"])
+        assert {arm for arm, _, _ in running.server.measured} == {NO_DRAFTER}
 
 
 def test_points_of_another_workload_are_measured_again(tmp_path):
@@ -135,7 +146,8 @@ def test_the_first_difference_of_each_output():
 
 
 def results(points, gap=1.0):
-    return Results(PLAN, points, lambda found: [gap] * len(found))
+    tables = {ADAPTIVE: CostTable(draft=[(1, 1.0)], verify=[(1, 10.0), (4, 10.0), (12, 26.0)])}
+    return Results(PLAN, points, lambda found: [gap] * len(found), tables)
 
 
 def both(arm, ms, **options):
@@ -148,7 +160,9 @@ def test_the_tables():
     assert [len(row) for row in rows] == [len(columns)] * 2
     # The target at 1 request: 9.5 ms over 7.5; at 4: 20 over 12. The best fixed length is 1.
     assert [row[2] for row in rows] == ["1.27", "1.67"]
-    assert rows[0][3:] == [
+    # By the table 8 drafts at 4 requests cost 16 ms.
+    assert [row[3] for row in rows] == ["0.00", "2.00"]
+    assert rows[0][4:] == [
         "1.562 [1.562, 1.562]", "1.000 [1.000, 1.000]", "1.250 [1.250, 1.250] (1)", "2.500 [2.500, 2.500]"
     ]  # fmt: skip
     columns, rows = bench.arm_rows(found, "DFLASH")
@@ -156,7 +170,7 @@ def test_the_tables():
         ["4", "plain", "40.0"], ["4", "fixed 1", "80.0"], ["4", "fixed 2", "64.0"], ["4", "adaptive 2", "100.0"]
     ]  # fmt: skip
     assert bench.misses(found) == []
-    assert "Both hold." in bench.page(found, "Quick form")
+    assert "Both hold." in bench.page("Quick form", found)
 
 
 def test_where_a_claim_is_missed():
@@ -173,18 +187,17 @@ def test_no_speed_up_of_an_arm_with_other_output():
     wrong, tie = results(points), results(points, gap=1e-4)
     assert str(wrong.equality[ADAPTIVE]) == "1 of 12 DIFFER, 0 of them in near ties"
     assert str(tie.equality[ADAPTIVE]) == "1 of 12 differ, in near ties"
-    assert [row[3] for row in bench.adaptive_rows(wrong)[1]] == ["", ""]
+    assert [row[4] for row in bench.adaptive_rows(wrong)[1]] == ["", ""]
     assert [row[-1] for row in bench.arm_rows(wrong, "DFLASH")[1] if row[1] == "adaptive 2"] == ["", ""]
     assert bench.misses(wrong) == ["DFLASH adaptive 2: output differs, no speed-up is claimed"]
-    assert bench.adaptive_rows(tie)[1][1][3] == "2.000 [2.000, 2.000]"
+    assert bench.adaptive_rows(tie)[1][1][4] == "2.000 [2.000, 2.000]"
 
 
 def test_what_has_no_point_is_left_out():
     found = results([*both(NO_DRAFTER, 200.0), point(ADAPTIVE, 0, 4)])
     assert [row[1] for row in bench.adaptive_rows(found)[1]] == ["4"]
-    assert "DFLASH adaptive 2" in bench.page(found, "Full form")
-    with pytest.raises(ValueError, match="plain decoding has not been measured"):
-        results([point(ADAPTIVE)])
+    assert "DFLASH adaptive 2" in bench.page("Full form", found)
+    assert "11 of 16 points not measured" in bench.page("Full form", found)
 
 
 def test_the_files(tmp_path):
