@@ -174,7 +174,7 @@ class Ratio(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def ratio(points: Iterable[Point], others: Iterable[Point], figure: str = "throughput") -> Ratio | None:

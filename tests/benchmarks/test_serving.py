@@ -163,21 +163,26 @@ def test_the_tables():
     # By the table 8 drafts at 4 requests cost 16 ms.
     assert [row[3] for row in rows] == ["0.00", "2.00"]
     assert rows[0][4:] == [
-        "1.562 [1.562, 1.562]", "1.000 [1.000, 1.000]", "1.250 [1.250, 1.250] (1)", "2.500 [2.500, 2.500]"
+        "1.56 [1.56, 1.56]", "1.00 [1.00, 1.00]", "1.25 [1.25, 1.25] (1)", "2.50 [2.50, 2.50]"
     ]  # fmt: skip
     columns, rows = bench.arm_rows(found, "DFLASH")
     assert [row[:3] for row in rows[4:]] == [
         ["4", "plain", "40.0"], ["4", "fixed 1", "80.0"], ["4", "fixed 2", "64.0"], ["4", "adaptive 2", "100.0"]
     ]  # fmt: skip
-    assert bench.misses(found) == []
-    assert "Both hold." in bench.page("Quick form", found)
+    assert len(bench.page("Quick form", found).splitlines()) > 30
 
 
-def test_where_a_claim_is_missed():
-    found = results([*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)])
-    assert bench.misses(found) == [
-        "DFLASH adaptive 2, 1 at a time: 4.0% below the same fixed length",
-        "DFLASH adaptive 2, 4 at a time: 20.0% below DFLASH fixed 1",
+def test_what_is_claimed():
+    """By CPU time: as drafting and the target take 14.5 and 25 ms with 2 drafts, 13.5 and 21 with 1."""
+    points = [*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)]
+    assert bench.verdicts(results(points)) == {
+        "held": ["DFLASH adaptive 2, 1 at a time: 1.00 [1.00, 1.00] of DFLASH fixed 2"],
+        "missed": ["DFLASH adaptive 2, 4 at a time: 0.84 [0.84, 0.84] of DFLASH fixed 1"],
+        "open": [],
+    }
+    points[-1] = point(ADAPTIVE, 1, 4, emitted=12)
+    assert bench.verdicts(results(points))["open"] == [
+        "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1"
     ]
 
 
@@ -189,8 +194,9 @@ def test_no_speed_up_of_an_arm_with_other_output():
     assert str(tie.equality[ADAPTIVE]) == "1 of 12 differ, in near ties"
     assert [row[4] for row in bench.adaptive_rows(wrong)[1]] == ["", ""]
     assert [row[-1] for row in bench.arm_rows(wrong, "DFLASH")[1] if row[1] == "adaptive 2"] == ["", ""]
-    assert bench.misses(wrong) == ["DFLASH adaptive 2: output differs, no speed-up is claimed"]
-    assert bench.adaptive_rows(tie)[1][1][4] == "2.000 [2.000, 2.000]"
+    assert not any(bench.verdicts(wrong).values())
+    assert "DFLASH adaptive 2: output differs, no speed-up is claimed" in bench.claims(wrong)
+    assert bench.adaptive_rows(tie)[1][1][4] == "2.00 [2.00, 2.00]"
 
 
 def test_what_has_no_point_is_left_out():
