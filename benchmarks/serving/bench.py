@@ -29,6 +29,7 @@ from rich.table import Table
 from av_triton import CostTable
 from benchmarks import results
 from benchmarks.serving import models
+from benchmarks.serving.engine import Turn
 from benchmarks.serving.points import (
     ADAPTIVE,
     FIXED,
@@ -64,16 +65,16 @@ BYPASSED, BYPASS_LOSS = (1, 2), 0.02
 COMPUTE_BOUND = 1.5
 ABOUT = """\
 Throughput is over the decode steps with as many requests as the concurrency says (prefill and the end are left out), by
-the wall clock and, because the machine is shared, by CPU time of the scheduler process as well. Engines run one at a
-time on one thread, without overlap scheduling. Drafters: DFLASH is the demo's block drafter, DSPARK the same without a
+the wall clock and, because the machine is shared, by CPU time of the scheduler process as well. One engine works at a
+time, on one thread, without overlap scheduling. Drafters: DFLASH is the demo's block drafter, DSPARK the same without a
 confidence head and with an empty Markov head, STANDALONE the target with 20 of its 30 layers. Fixed lengths are set by
 SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--speculative-dspark-block-size`.
 SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
 is no arm here, for there is no trained EAGLE drafter for this target.
 
 "adaptive" plans by the step costs that the server measures when it starts, "profiled" by costs fitted to the steps of
-the fixed arms. Both passes of an arm use the same costs, the second one starts with the first one's coefficients, and
-every engine had served all prompts once before what is measured.
+the fixed arms in the first pass. Every engine had served all prompts once before what is measured. The arms of a table
+took turns at every concurrency, in every other pass backwards.
 
 Ratios of tokens/s are means over the passes [lowest, highest pass]. "all / none": what all drafts cost the target over
 what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a verified draft.
@@ -83,27 +84,31 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Plan(NamedTuple):
-    """arms in the order of the first pass. requests: by concurrency. length, warm_up: new tokens of each request."""
+    """groups: arms that take turns. requests: by concurrency. length, warm_up: new tokens of each request."""
 
-    arms: tuple[Arm, ...]
+    groups: tuple[tuple[Arm, ...], ...]
     requests: dict[int, int]
     length: int
     warm_up: int
-    passes: int = 2
+    passes: int
 
-    def missing(self, done: Iterable[tuple[object, ...]]) -> list[tuple[Arm, int, list[int]]]:
-        """(arm, pass, concurrencies) that are still to be measured, in order.
+    @property
+    def arms(self) -> list[Arm]:
+        return [arm for group in self.groups for arm in group]
+
+    def turns(self, group: Sequence[Arm], done: Iterable[tuple[object, ...]]) -> list[Turn]:
+        """What is still to be measured: pass by pass, at each concurrency arm after arm.
 
         Every other pass goes backwards, so that no arm is always the later one.
         """
         finished = set(done)
-        runs = []
-        for repetition in range(self.passes):
-            for arm in self.arms if repetition % 2 == 0 else self.arms[::-1]:
-                todo = [each for each in self.requests if self.key(arm, repetition, each) not in finished]
-                if todo:
-                    runs.append((arm, repetition, sorted(todo, reverse=True)))
-        return runs
+        return [
+            Turn(group.index(arm), repetition, concurrency, self.requests[concurrency])
+            for repetition in range(self.passes)
+            for concurrency in sorted(self.requests, reverse=True)
+            for arm in (group if repetition % 2 == 0 else group[::-1])
+            if self.key(arm, repetition, concurrency) not in finished
+        ]
 
     def key(self, arm: Arm, repetition: int, concurrency: int) -> tuple[object, ...]:
         return arm, repetition, concurrency, self.requests[concurrency], self.length
@@ -112,34 +117,40 @@ class Plan(NamedTuple):
         return {self.key(arm, n, each) for arm in self.arms for n in range(self.passes) for each in self.requests}
 
 
-def family(drafter: str, fixed: Iterable[int], adaptive: Iterable[int], profiled: Iterable[int]) -> tuple[Arm, ...]:
-    """The profiled arms last: their step costs are those of the fixed ones."""
-    kinds = ((FIXED, fixed), (ADAPTIVE, adaptive), (PROFILED, profiled))
-    return tuple(Arm(drafter, kind, length) for kind, lengths in kinds for length in lengths)
+def group(drafter: str, fixed: Iterable[int], adaptive: int, *kinds: str) -> tuple[Arm, ...]:
+    """Fixed arms and adaptive ones of one length. The profiled one last: its step costs are those of the fixed ones."""
+    return (*(Arm(drafter, FIXED, length) for length in fixed), *(Arm(drafter, kind, adaptive) for kind in kinds))
 
 
-NO_DRAFTER = Arm("", PLAIN, 0)
+def without(drafter: str) -> tuple[Arm, ...]:
+    return (Arm(drafter, PLAIN, 0),)
+
+
+# Each group's engines are in memory at once.
 QUICK = Plan(
-    arms=(
-        NO_DRAFTER,
-        *family("DFLASH", (1, 3), (3,), (3,)),
-        *family("STANDALONE", (2,), (2,), ()),
-        *family("DSPARK", (3,), (3,), ()),
+    groups=(
+        without("DFLASH") + group("DFLASH", (1, 3), 3, ADAPTIVE, PROFILED),
+        without("STANDALONE") + group("STANDALONE", (2,), 2, ADAPTIVE),
+        without("DSPARK") + group("DSPARK", (3,), 3, ADAPTIVE),
     ),
-    requests={1: 2, 4: 5, 16: 20},
+    requests={1: 2, 4: 4, 16: 16},
     length=24,
     warm_up=16,
+    passes=2,
 )
 FULL = Plan(
-    arms=(
-        NO_DRAFTER,
-        *family("DFLASH", range(1, 8), (3, 7), (3, 7)),
-        *family("STANDALONE", range(1, 5), (2, 4), (2, 4)),
-        *family("DSPARK", range(1, 8), (3, 7), (3, 7)),
+    groups=(
+        without("DFLASH") + group("DFLASH", (1, 2, 3), 3, ADAPTIVE, PROFILED),
+        group("DFLASH", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
+        without("STANDALONE") + group("STANDALONE", (1, 2), 2, ADAPTIVE, PROFILED),
+        group("STANDALONE", (3, 4), 4, ADAPTIVE, PROFILED),
+        without("DSPARK") + group("DSPARK", (1, 2, 3), 3, ADAPTIVE, PROFILED),
+        group("DSPARK", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
     ),
     requests={1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32},
     length=48,
     warm_up=16,
+    passes=4,
 )
 FORMS = {"Full form": FULL, "Quick form": QUICK}
 
@@ -150,8 +161,9 @@ def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str,
     engine: dict[str, Any] = {
         "model_path": str(models.target(checkpoints)),
         "max_running_requests": highest,
-        "max_total_tokens": 24576,
+        "max_total_tokens": 12288,
         "log_level": "warning",
+        "sleep_on_idle": True,  # other engines work meanwhile
     }
     if arm.kind == PLAIN:
         return engine
@@ -212,37 +224,39 @@ class Bench:
         return keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
 
     def measure(self, drafters: Sequence[str] = ()) -> None:
-        """All that is missing, one engine at a time, under a progress bar. drafters: only with these, and without."""
+        """All that is missing, one engine at work at a time, under a progress bar. drafters: only with these."""
         self.kept.mkdir(parents=True, exist_ok=True)
-        todo = [run for run in self.plan.missing(load(self.store)) if not drafters or run[0].drafter in ("", *drafters)]
+        done = load(self.store)
+        todo = [
+            (arms, turns)
+            for arms in self.plan.groups
+            if (turns := self.plan.turns(arms, done)) and (not drafters or arms[0].drafter in drafters)
+        ]
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress, ThreadPoolExecutor(1) as pool:
-            task = progress.add_task("", total=sum(len(each) for _, _, each in todo))
-            for arm, repetition, concurrencies in todo:
-                progress.update(task, description=f"pass {repetition + 1}: {arm}")
-                before, done = len(load(self.store)), progress.tasks[task].completed
-                running = pool.submit(self._serve, arm, repetition, concurrencies)
+            task = progress.add_task("", total=sum(len(turns) for _, turns in todo))
+            for arms, turns in todo:
+                before, completed = len(load(self.store)), progress.tasks[task].completed
+                running = pool.submit(self._serve, arms, turns)
                 while not running.done():
                     time.sleep(0.5)
-                    progress.update(task, completed=done + len(load(self.store)) - before)
+                    measured = len(load(self.store)) - before
+                    turn = turns[min(measured, len(turns) - 1)]
+                    what = f"pass {turn.repetition + 1}, {turn.concurrency} at a time: {arms[turn.arm]}"
+                    progress.update(task, completed=completed + measured, description=what)
                 running.result()
-                progress.update(task, completed=done + len(concurrencies))
+                progress.update(task, completed=completed + len(turns))
 
-    def _serve(self, arm: Arm, repetition: int, concurrencies: list[int]) -> None:
-        if arm.kind == PROFILED and not (costs := self.kept / f"{arm} costs").exists():
-            points = self.points()
-            StepCosts.of(points).table(points, arm).save(costs)
+    def _serve(self, arms: Sequence[Arm], turns: Sequence[Turn]) -> None:
         self.server.call(
             "benchmarks.serving.engine:serve",
-            timeout=7200,
-            engine=self.engine(arm),
+            timeout=36000,
+            arms=[(arm, self.engine(arm)) for arm in arms],
+            turns=turns,
             prompts=self.prompts,
-            requests=[(each, self.plan.requests[each]) for each in concurrencies],
             length=self.plan.length,
             warm_up=self.plan.warm_up,
-            labels={"arm": arm, "repetition": repetition},
             points=str(self.store),
-            steps=str(self.kept / "steps.jsonl"),
             owner=os.getpid(),
         )
 
@@ -261,7 +275,7 @@ class Bench:
             measured, _ = self.server.call(
                 "benchmarks.serving.engine:gaps",
                 timeout=600,
-                engine=self.engine(NO_DRAFTER),
+                engine=self.engine(self.plan.arms[0]),
                 cases=[cases[name] for name in new],
             )
             known |= dict(zip(new, measured, strict=True))
@@ -271,7 +285,7 @@ class Bench:
     def results(self) -> "Results | None":
         """Of what has been measured so far; None where plain decoding has not, with which all is compared."""
         points = self.points()
-        if not any(point.arm == NO_DRAFTER for point in points):
+        if not any(point.arm.kind == PLAIN for point in points):
             return None
         tables = {}
         for arm in self.plan.arms:
@@ -319,7 +333,8 @@ class Results:
 
     def _compare(self, gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]]) -> dict[Arm, Equality]:
         by_arm = {arm: [p for key, of_key in self.points.items() if key[0] == arm for p in of_key] for arm in self.arms}
-        reference = max(by_arm[NO_DRAFTER], key=lambda point: len(point.outputs)).outputs
+        plain = [point for arm, points in by_arm.items() if arm.kind == PLAIN for point in points]
+        reference = max(plain, key=lambda point: len(point.outputs)).outputs
         found = {
             arm: [each for point in points for each in differences(point, reference)] for arm, points in by_arm.items()
         }
@@ -336,7 +351,7 @@ class Results:
 
     @property
     def drafters(self) -> list[str]:
-        return list(dict.fromkeys(arm.drafter for arm in self.arms if arm.drafter))
+        return list(dict.fromkeys(arm.drafter for arm in self.arms))
 
     def concurrencies(self, arm: Arm) -> list[int]:
         return [each for each in self.plan.requests if (arm, each) in self.points]
@@ -389,15 +404,13 @@ NUMBERS = {
 def arm_rows(found: Results, drafter: str) -> tuple[list[str], Rows]:
     """One row per concurrency and arm, that without a drafter first."""
     rows = []
-    arms = [NO_DRAFTER, *(arm for arm in found.arms if arm.drafter == drafter)]
+    arms = [arm for arm in found.arms if arm.drafter == drafter]
     for concurrency in found.plan.requests:
         for arm in (arm for arm in arms if (arm, concurrency) in found.points):
             figures = found.figures(arm, concurrency)
             numbers = [format(getattr(figures, name), form) for name, form in NUMBERS.values()]
-            versus = "" if arm == NO_DRAFTER else _text(found.ratio(arm, NO_DRAFTER, concurrency))
-            rows.append(
-                [str(concurrency), PLAIN if arm == NO_DRAFTER else f"{arm.kind} {arm.length}", *numbers, versus]
-            )
+            versus = "" if arm.kind == PLAIN else _text(found.ratio(arm, Arm(drafter, PLAIN, 0), concurrency))
+            rows.append([str(concurrency), str(arm).removeprefix(f"{drafter} "), *numbers, versus])
     return ["at a time", "arm", *NUMBERS, "over plain"], rows
 
 
@@ -415,7 +428,7 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
                 _text(found.ratio(arm, same, concurrency)),
                 _text(found.ratio(arm, same, concurrency, "cpu_throughput")),
                 f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
-                _text(found.ratio(arm, NO_DRAFTER, concurrency)),
+                _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
             ]
         )
     columns = ["arm", "at a time", "all / none", "ms per draft"]
@@ -439,7 +452,7 @@ def depth_rows(found: Results) -> tuple[list[str], Rows]:
                     f"{drafting:.1f}",
                     f"{admitted:.2f}",
                     f"{drafting * (1 - admitted / arm.length):.1f}",
-                    _text(found.ratio(arm, NO_DRAFTER, concurrency)),
+                    _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
                 ]
             )
     columns = ["arm", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
@@ -517,7 +530,7 @@ def picture(path: Path, found: Results) -> None:
     colours = {PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens}
     figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
     for column, drafter in enumerate(found.drafters):
-        arms = [NO_DRAFTER, *(arm for arm in found.arms if arm.drafter == drafter)]
+        arms = [arm for arm in found.arms if arm.drafter == drafter]
         longest = max(arm.length for arm in arms)
         for row, (name, second) in enumerate((("throughput", "second"), ("cpu_throughput", "CPU second"))):
             panel, every = axes[row][column], []
@@ -527,8 +540,8 @@ def picture(path: Path, found: Results) -> None:
                 line = [(rate / each, rate) for rate, each in zip(rates, levels, strict=True)]
                 every += line
                 share = 0.3 + 0.6 * arm.length / longest
-                colour = colours[arm.kind](share)
-                label = PLAIN if arm == NO_DRAFTER else f"{arm.kind} {arm.length}"
+                colour = colours[arm.kind](1.0 if arm.kind == PLAIN else share)
+                label = str(arm).removeprefix(f"{drafter} ")
                 panel.plot(*zip(*line, strict=True), marker=".", color=colour, label=label)
             front = [each for each, best in zip(every, pareto_front(every), strict=True) if best]
             panel.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors="tab:red", label="front")
@@ -549,8 +562,7 @@ def page(form: str, found: Results) -> str:
     state = f" ({open_points} of {len(plan.keys())} points not measured)" if open_points else ""
     parts = [
         f"### {form}\n",
-        f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes, the second "
-        f"in reverse order of arms{state}. "
+        f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes{state}. "
         "The target's forward, fitted to the fixed arms' steps: {:.1f} ms, {:.2f} more per request, {:.2f} more per "
         "verified token (CPU time).\n".format(*found.costs),
         results.table(*adaptive_rows(found)),

@@ -1,62 +1,104 @@
-"""Jobs for the fork server of the SGLang tests: an engine that serves every concurrency in turn, timed by step."""
+"""Jobs for the fork server of the SGLang tests: engines that serve prompts in turn, timed step by step."""
 
 import asyncio
 import fcntl
 import functools
+import multiprocessing
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.serving.points import Point, Step, append
+from benchmarks.serving.points import PROFILED, Arm, Point, Step, StepCosts, append, load
 from tests.integrations.sglang.cpu_engine.jobs import DEFAULTS
 
 
+class Turn(NamedTuple):
+    """A point to measure. arm: index in the list of arms."""
+
+    arm: int
+    repetition: int
+    concurrency: int
+    requests: int
+
+
 def serve(
-    engine: dict[str, Any],
+    arms: list[tuple[Arm, dict[str, Any]]],
+    turns: list[Turn],
     prompts: list[list[int]],
-    requests: list[tuple[int, int]],
     length: int,
     warm_up: int,
-    labels: dict[str, Any],
     points: str,
-    steps: str,
     owner: int,
 ) -> None:
-    """Append a Point to the file `points` for every (concurrency, requests), after a warm-up at the highest of them.
+    """Append a Point to the file `points` for every turn. Arms keep their engines, of which one works at a time.
 
-    engine: keywords of `sglang.Engine`. length: new tokens of every request. warm_up: the same for the warm-up, in
-    which all prompts are served. labels: arm and repetition of the points. steps: a file for the scheduler's records.
-    owner: the process whose end also ends this job.
+    arms: with the keywords of `sglang.Engine`. length: new tokens of every request; warm_up: of a run of all prompts,
+    at the highest concurrency, for which an engine is started. owner: the process whose end also ends this job.
     """
-    import sglang
-
-    with Path(points).open("a") as lock:
+    store, engines = Path(points), {}
+    with store.open("a") as lock:
         # A job that outlived its owner may still be at work on its last point.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _record_steps(Path(steps))
-        highest = max(concurrency for concurrency, _ in requests)
-        with sglang.Engine(**DEFAULTS | engine) as running:
-            loop = running.loop
-            loop.run_until_complete(_closed_loop(running, prompts, warm_up, highest))
-            for concurrency, count in requests:
-                if not Path(f"/proc/{owner}").exists():
-                    return
-                before = _read(steps)
-                start = time.perf_counter()
-                outputs = loop.run_until_complete(_closed_loop(running, prompts[:count], length, concurrency))
-                seconds = time.perf_counter() - start
-                point = Point(
-                    **labels,
-                    concurrency=concurrency,
-                    requests=count,
+        highest = max(Turn(*turn).concurrency for turn in turns)
+        for turn in map(Turn._make, turns):
+            if not Path(f"/proc/{owner}").exists():
+                return
+            arm, keywords = Arm(*arms[turn.arm][0]), arms[turn.arm][1]
+            if turn.arm not in engines:
+                if arm.kind == PROFILED:
+                    _profile(arm, Path(keywords["adaptive_verification_config"]["cost_table"]), store)
+                steps = store.with_name(f"steps-{turn.arm}.jsonl")
+                engines[turn.arm] = _start(keywords, steps, prompts, highest, warm_up)
+            engines[turn.arm].send((prompts[: turn.requests], length, turn.concurrency))
+            seconds, recorded, outputs = engines[turn.arm].recv()
+            append(
+                store,
+                Point(
+                    arm=arm,
+                    repetition=turn.repetition,
+                    concurrency=turn.concurrency,
+                    requests=turn.requests,
                     length=length,
                     seconds=seconds,
-                    steps=_read(steps)[len(before) :],
+                    steps=recorded,
                     outputs=outputs,
-                )
-                append(Path(points), point)
+                ),
+            )
+
+
+def _profile(arm: Arm, table: Path, store: Path) -> None:
+    """The step costs of a profiled arm, from the fixed arms' first points."""
+    if not table.exists():
+        found = list(load(store).values())
+        StepCosts.of(found).table(found, arm).save(table)
+
+
+def _start(
+    keywords: dict[str, Any], steps: Path, prompts: list[list[int]], concurrency: int, warm_up: int
+) -> "Connection[Any, Any]":
+    """An engine in a process of its own, forked; returns once it has served all prompts."""
+    here, there = multiprocessing.Pipe()
+    multiprocessing.Process(target=_engine, args=(there, keywords, steps)).start()
+    there.close()  # so that its end is seen here
+    here.send((prompts, warm_up, concurrency))
+    here.recv()
+    return here
+
+
+def _engine(jobs: "Connection[Any, Any]", keywords: dict[str, Any], steps: Path) -> None:
+    """Answers (prompts, new tokens, concurrency) with (seconds, steps, outputs)."""
+    import sglang
+
+    _record_steps(steps)
+    with sglang.Engine(**DEFAULTS | keywords) as running:
+        while True:
+            before, job = len(_read(steps)), jobs.recv()
+            start = time.perf_counter()
+            outputs = running.loop.run_until_complete(_closed_loop(running, *job))
+            jobs.send((time.perf_counter() - start, _read(steps)[before:], outputs))
 
 
 async def _closed_loop(running: Any, prompts: list[list[int]], length: int, concurrency: int) -> list[list[int]]:
@@ -73,9 +115,9 @@ async def _closed_loop(running: Any, prompts: list[list[int]], length: int, conc
     return await asyncio.gather(*map(one, prompts))
 
 
-def _read(steps: str) -> list[Step]:
+def _read(steps: Path) -> list[Step]:
     time.sleep(0.2)  # the scheduler records a step after it has sent the step's tokens
-    return [msgspec.json.decode(line, type=Step) for line in Path(steps).read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=Step) for line in steps.read_bytes().splitlines()]
 
 
 def _record_steps(path: Path) -> None:

@@ -33,10 +33,10 @@ class Step(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """drafter: SGLang's algorithm, "" without one. length: draft positions K.
+    """drafter: SGLang's algorithm. length: draft positions K.
 
-    kind: PLAIN, FIXED, ADAPTIVE (by the step costs that the server measures when it starts) or PROFILED (adaptive too,
-    by step costs from the fixed arms' steps, see `StepCosts`).
+    kind: PLAIN (without the drafter, measured beside its arms), FIXED, ADAPTIVE (by the step costs that the server
+    measures when it starts) or PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`).
     """
 
     drafter: str
@@ -44,7 +44,7 @@ class Arm(NamedTuple):
     length: int
 
     def __str__(self) -> str:
-        return PLAIN if self.kind == PLAIN else f"{self.drafter} {self.kind} {self.length}"
+        return f"{self.drafter} {self.kind}" + (f" {self.length}" if self.length else "")
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,12 +2,13 @@
 
 from contextlib import ExitStack
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 
 from av_triton import CostTable
 from benchmarks.serving import bench
-from benchmarks.serving.bench import NO_DRAFTER, Bench, Plan, Results
+from benchmarks.serving.bench import Bench, Plan, Results, Turn
 from benchmarks.serving.points import (
     Arm,
     Difference,
@@ -23,7 +24,9 @@ from benchmarks.serving.points import (
 )
 
 ONE, TWO, ADAPTIVE = Arm("DFLASH", "fixed", 1), Arm("DFLASH", "fixed", 2), Arm("DFLASH", "adaptive", 2)
-PLAN = Plan(arms=(NO_DRAFTER, ONE, TWO, ADAPTIVE), requests={1: 2, 4: 4}, length=3, warm_up=1)
+PLAIN, OTHER = Arm("DFLASH", "plain", 0), Arm("STANDALONE", "fixed", 1)
+PLAN = Plan(groups=((PLAIN, ONE, TWO, ADAPTIVE), (OTHER,)), requests={1: 2, 4: 4}, length=3, warm_up=1, passes=2)
+DFLASH = PLAN.groups[0]
 
 
 def point(arm, repetition=0, concurrency=4, ms=100.0, emitted=8, outputs=None):
@@ -44,31 +47,37 @@ class FakeServer:
     def __init__(self, budget):
         self.budget, self.measured = budget, []
 
-    def call(self, function, *, requests, labels, points, **job):
-        for concurrency, _ in requests:
-            path = bench.Path(points)
+    def call(self, function, *, arms, turns, points, **job):
+        for turn in turns:
+            path, arm = Path(points), arms[turn.arm][0]
             if not self.budget:
                 with path.open("ab") as file:
                     file.write(b'{"arm": ["DFL')
                 raise ConnectionError("killed")
             self.budget -= 1
-            append(path, point(labels["arm"], labels["repetition"], concurrency))
-            self.measured.append((labels["arm"], labels["repetition"], concurrency))
+            append(path, point(arm, turn.repetition, turn.concurrency))
+            self.measured.append((arm, turn.repetition, turn.concurrency))
 
 
-def run(folder, budget):
+def run(folder, budget, drafters=()):
     with ExitStack() as resources:
         running = Bench(PLAN, folder, resources)
         running.server, running.prompts, running.engine = FakeServer(budget), [], lambda arm: {}
         try:
-            running.measure()
+            running.measure(drafters)
         except ConnectionError:
             assert not running.server.budget
         return running
 
 
 def test_a_killed_run_goes_on(tmp_path):
-    every = [(arm, n, each) for n in range(2) for arm in (PLAN.arms, PLAN.arms[::-1])[n] for each in (4, 1)]
+    every = [
+        (arm, n, each)
+        for group in PLAN.groups
+        for n in range(2)
+        for each in (4, 1)
+        for arm in (group if n == 0 else group[::-1])
+    ]
     first, second = run(tmp_path, 5), run(tmp_path, 100)
     assert first.server.measured + second.server.measured == every
     assert run(tmp_path, 100).server.measured == []
@@ -77,17 +86,14 @@ def test_a_killed_run_goes_on(tmp_path):
 
 
 def test_one_drafter_can_be_measured_alone(tmp_path):
-    with ExitStack() as resources:
-        running = Bench(PLAN, tmp_path, resources)
-        running.server, running.prompts, running.engine = FakeServer(100), [], lambda arm: {}
-        assert running.results() is None
-        running.measure(["STANDALONE"])
-        assert {arm for arm, _, _ in running.server.measured} == {NO_DRAFTER}
+    running = run(tmp_path, 100, ["STANDALONE"])
+    assert {arm for arm, _, _ in running.server.measured} == {OTHER}
+    assert running.results() is None  # nothing to compare with
 
 
-def test_points_of_another_workload_are_measured_again(tmp_path):
-    assert Plan.missing(PLAN._replace(length=4), PLAN.keys()) == PLAN.missing([])
-    assert PLAN._replace(requests={1: 2}).missing(PLAN.keys()) == []
+def test_points_of_another_workload_are_measured_again():
+    assert PLAN._replace(length=4).turns(DFLASH, PLAN.keys()) == PLAN.turns(DFLASH, [])
+    assert PLAN.turns(DFLASH, PLAN.keys() - {PLAN.key(TWO, 1, 4)}) == [Turn(2, 1, 4, 4)]
 
 
 def test_other_sources_have_other_points(monkeypatch):
@@ -125,7 +131,7 @@ def test_arms_are_compared_pass_by_pass():
 
 
 def test_step_costs_from_the_fixed_arms():
-    points = [point(arm, 0, each) for arm in PLAN.arms for each in (1, 4)]
+    points = [point(arm, 0, each) for arm in DFLASH for each in (1, 4)]
     costs = StepCosts.of(points)
     assert costs == pytest.approx((6.0, 0.5, 1.0))
     assert costs.growth(ADAPTIVE, 4) == pytest.approx(20 / 12)
@@ -155,7 +161,7 @@ def both(arm, ms, **options):
 
 
 def test_the_tables():
-    found = results([*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 125.0), *both(ADAPTIVE, 80.0)])
+    found = results([*both(PLAIN, 200.0), *both(ONE, 100.0), *both(TWO, 125.0), *both(ADAPTIVE, 80.0)])
     columns, rows = bench.adaptive_rows(found)
     assert [len(row) for row in rows] == [len(columns)] * 2
     # The target at 1 request: 9.5 ms over 7.5; at 4: 20 over 12. The best fixed length is 1.
@@ -174,7 +180,7 @@ def test_the_tables():
 
 def test_what_is_claimed():
     """By CPU time: as drafting and the target take 14.5 and 25 ms with 2 drafts, 13.5 and 21 with 1."""
-    points = [*both(NO_DRAFTER, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)]
+    points = [*both(PLAIN, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)]
     assert bench.verdicts(results(points)) == {
         "held": ["DFLASH adaptive 2, 1 at a time: 1.00 [1.00, 1.00] of DFLASH fixed 2"],
         "missed": ["DFLASH adaptive 2, 4 at a time: 0.84 [0.84, 0.84] of DFLASH fixed 1"],
@@ -187,7 +193,7 @@ def test_what_is_claimed():
 
 
 def test_no_speed_up_of_an_arm_with_other_output():
-    points = [*both(NO_DRAFTER, 200.0), *both(TWO, 100.0), *both(ADAPTIVE, 50.0)]
+    points = [*both(PLAIN, 200.0), *both(TWO, 100.0), *both(ADAPTIVE, 50.0)]
     points[-1] = point(ADAPTIVE, 1, 4, 50.0, outputs=[[1, 2, 3]] * 3 + [[1, 2, 4]])
     wrong, tie = results(points), results(points, gap=1e-4)
     assert str(wrong.equality[ADAPTIVE]) == "1 of 12 DIFFER, 0 of them in near ties"
@@ -200,14 +206,14 @@ def test_no_speed_up_of_an_arm_with_other_output():
 
 
 def test_what_has_no_point_is_left_out():
-    found = results([*both(NO_DRAFTER, 200.0), point(ADAPTIVE, 0, 4)])
+    found = results([*both(PLAIN, 200.0), point(ADAPTIVE, 0, 4)])
     assert [row[1] for row in bench.adaptive_rows(found)[1]] == ["4"]
     assert "DFLASH adaptive 2" in bench.page("Full form", found)
-    assert "11 of 16 points not measured" in bench.page("Full form", found)
+    assert "15 of 20 points not measured" in bench.page("Full form", found)
 
 
 def test_the_files(tmp_path):
-    found = results([*both(NO_DRAFTER, 200.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)])
+    found = results([*both(PLAIN, 200.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)])
     bench.write_csv(tmp_path / "points.csv", found)
     assert len((tmp_path / "points.csv").read_text().splitlines()) == 1 + 12
     bench.picture(tmp_path / "picture.png", found)
