@@ -99,16 +99,20 @@ class Plan(NamedTuple):
     def turns(self, group: Sequence[Arm], done: Iterable[tuple[object, ...]]) -> list[Turn]:
         """What is still to be measured: pass by pass, at each concurrency arm after arm.
 
-        Every other pass goes backwards, so that no arm is always the later one.
+        Every other pass goes backwards, so that no arm is always the later one. In the first one the profiled arms come
+        after all others, for their step costs are from there.
         """
         finished = set(done)
-        return [
+        turns = [
             Turn(group.index(arm), repetition, concurrency, self.requests[concurrency])
             for repetition in range(self.passes)
             for concurrency in sorted(self.requests, reverse=True)
             for arm in (group if repetition % 2 == 0 else group[::-1])
             if self.key(arm, repetition, concurrency) not in finished
         ]
+        return sorted(
+            turns, key=lambda turn: (turn.repetition, turn.repetition == 0 and group[turn.arm].kind == PROFILED)
+        )
 
     def key(self, arm: Arm, repetition: int, concurrency: int) -> tuple[object, ...]:
         return arm, repetition, concurrency, self.requests[concurrency], self.length
@@ -118,7 +122,7 @@ class Plan(NamedTuple):
 
 
 def group(drafter: str, fixed: Iterable[int], adaptive: int, *kinds: str) -> tuple[Arm, ...]:
-    """Fixed arms and adaptive ones of one length. The profiled one last: its step costs are those of the fixed ones."""
+    """Fixed arms, and adaptive ones of one length."""
     return (*(Arm(drafter, FIXED, length) for length in fixed), *(Arm(drafter, kind, adaptive) for kind in kinds))
 
 

@@ -96,6 +96,14 @@ def test_points_of_another_workload_are_measured_again():
     assert PLAN.turns(DFLASH, PLAN.keys() - {PLAN.key(TWO, 1, 4)}) == [Turn(2, 1, 4, 4)]
 
 
+def test_a_profiled_arm_waits_for_the_first_pass_of_the_others():
+    profiled = ADAPTIVE._replace(kind="profiled")
+    turns = PLAN.turns((profiled, TWO), [])
+    assert [(turn.arm, turn.repetition, turn.concurrency) for turn in turns] == [
+        (1, 0, 4), (1, 0, 1), (0, 0, 4), (0, 0, 1), (1, 1, 4), (0, 1, 4), (1, 1, 1), (0, 1, 1)
+    ]  # fmt: skip
+
+
 def test_other_sources_have_other_points(monkeypatch):
     before = bench.digest()
     monkeypatch.setattr(bench, "SOURCES", bench.SOURCES[:-1])
