@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +81,7 @@ Ratios of tokens/s are means over the passes [lowest, highest pass]. "all / none
 what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a verified draft.
 "over fixed": over the same fixed length, by the wall clock and by CPU time; the best fixed length is in brackets.
 """
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 class Plan(NamedTuple):
@@ -373,6 +374,15 @@ class Results:
             return None
         return ratio(self.points[arm, concurrency], self.points.get((other, concurrency), ()), figure)
 
+    def noise(self) -> tuple[float, float]:
+        """(median, largest) factor between the CPU throughputs of one arm at one concurrency in two passes."""
+        factors = [
+            max(rates) / min(rates)
+            for points in self.points.values()
+            if len(rates := [Figures.of([point]).cpu_throughput for point in points]) > 1
+        ]
+        return (statistics.median(factors), max(factors)) if factors else (math.nan, math.nan)
+
     def planned(self, arm: Arm, concurrency: int) -> float:
         """Milliseconds per verified draft by the arm's own table, from none to all; NaN without a table."""
         if arm not in self.tables:
@@ -568,7 +578,8 @@ def page(form: str, found: Results) -> str:
         f"### {form}\n",
         f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes{state}. "
         "The target's forward, fitted to the fixed arms' steps: {:.1f} ms, {:.2f} more per request, {:.2f} more per "
-        "verified token (CPU time).\n".format(*found.costs),
+        "verified token (CPU time). The machine's noise: between passes the tokens per CPU second of one arm at one "
+        "concurrency differ by a factor of {:.2f} (median), {:.2f} at most.\n".format(*found.costs, *found.noise()),
         results.table(*adaptive_rows(found)),
         claims(found),
     ]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from scipy.optimize import nnls
 
 from av_triton import CostTable
 
@@ -133,14 +134,14 @@ class StepCosts(NamedTuple):
 
     @classmethod
     def of(cls, points: Iterable[Point]) -> "StepCosts":
-        """Least squares over the fixed arms' points, the medians of their steps; NaN where there are none."""
+        """Least squares, none below 0, over the fixed arms' points, the medians of their steps; NaN without any."""
         sizes, times = [], []
         for point in points:
             if point.arm.kind == FIXED:
                 steps = [step for step in point.steps if step.requests == point.concurrency]
                 sizes.append((1, point.concurrency, steps[0].verified))
                 times.append(statistics.median(step.target_cpu_ms for step in steps))
-        return cls(*np.linalg.lstsq(np.array(sizes, float), np.array(times))[0].tolist() if sizes else [math.nan] * 3)
+        return cls(*(nnls(np.array(sizes, float), np.array(times))[0].tolist() if sizes else [math.nan] * 3))
 
     def growth(self, arm: Arm, requests: int) -> float:
         """What all drafts cost the target over what none cost."""

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from av_triton import CostTable
@@ -147,6 +148,10 @@ def test_step_costs_from_the_fixed_arms():
     # The sum is what a step costs: 5 for drafting, 6 + .5 * 4 + 12 for the target.
     assert dense.draft[4] + dense.verify[12] == pytest.approx(25.0)
     assert dense.draft[1] + dense.verify[1] == pytest.approx(12.5)
+    # Noise makes no token cost less than nothing.
+    slower = [Step(4, 8, 4, 99.0, 99.0, 99.0, 99.0)]
+    noisy = StepCosts.of([point(TWO), msgspec.structs.replace(point(ONE), steps=slower)])
+    assert noisy.per_token == 0
 
 
 def test_the_pareto_front():
@@ -195,6 +200,7 @@ def test_what_is_claimed():
         "open": [],
     }
     points[-1] = point(ADAPTIVE, 1, 4, emitted=12)
+    assert results(points).noise() == pytest.approx((1.0, 1.5))
     assert bench.verdicts(results(points))["open"] == [
         "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1"
     ]
