@@ -77,9 +77,10 @@ is no arm here, for there is no trained EAGLE drafter for this target.
 the fixed arms in the first pass. Every engine had served all prompts once before what is measured. The arms of a table
 took turns at every concurrency, in every other pass backwards.
 
-Ratios of tokens/s are means over the passes [lowest, highest pass]. "all / none": what all drafts cost the target over
-what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a verified draft.
-"over fixed": over the same fixed length, by the wall clock and by CPU time; the best fixed length is in brackets.
+Ratios are of tokens per CPU second, means over the passes [lowest, highest pass]. "over fixed": over the same fixed
+length, "by the clock" the same in tokens/s; the best fixed length is in brackets. "all / none": what all drafts cost
+the target over what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a
+verified draft.
 """
 console = Console(width=None if sys.stdout.isatty() else 140)
 
@@ -368,7 +369,7 @@ class Results:
     def figures(self, arm: Arm, concurrency: int) -> Figures:
         return Figures.of(self.points[arm, concurrency])
 
-    def ratio(self, arm: Arm, other: Arm, concurrency: int, figure: str = "throughput") -> Ratio | None:
+    def ratio(self, arm: Arm, other: Arm, concurrency: int, figure: str = "cpu_throughput") -> Ratio | None:
         """None too where an output is wrong: such an arm is not faster, it does something else."""
         if not (self.equality[arm].good and other in self.equality and self.equality[other].good):
             return None
@@ -391,15 +392,15 @@ class Results:
         verify = self.tables[arm].dense(concurrency, concurrency + drafts).verify
         return float(verify[-1] - verify[concurrency]) / drafts
 
-    def best_fixed(self, arm: Arm, concurrency: int, figure: str = "throughput") -> Arm:
-        """The fixed arm with this arm's drafter whose figure is the highest, of those measured."""
+    def best_fixed(self, arm: Arm, concurrency: int) -> Arm:
+        """The fixed arm with this arm's drafter of the highest throughput by CPU time, of those measured."""
         fixed = [
             each
             for each in self.arms
             if (each.drafter, each.kind) == (arm.drafter, FIXED) and (each, concurrency) in self.points
         ]
         return max(
-            fixed, key=lambda each: getattr(self.figures(each, concurrency), figure), default=arm._replace(kind=FIXED)
+            fixed, key=lambda each: self.figures(each, concurrency).cpu_throughput, default=arm._replace(kind=FIXED)
         )
 
 
@@ -439,14 +440,14 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
                 str(concurrency),
                 f"{found.costs.growth(arm, concurrency):.2f}",
                 f"{found.planned(arm, concurrency):.2f}",
+                _text(found.ratio(arm, same, concurrency, "throughput")),
                 _text(found.ratio(arm, same, concurrency)),
-                _text(found.ratio(arm, same, concurrency, "cpu_throughput")),
                 f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
                 _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
             ]
         )
     columns = ["arm", "at a time", "all / none", "ms per draft"]
-    columns += ["over fixed", "by CPU time", "over the best fixed", "over plain"]
+    columns += ["by the clock", "over fixed", "over the best fixed", "over plain"]
     return columns, rows
 
 
@@ -489,9 +490,9 @@ def verdicts(found: Results) -> dict[str, list[str]]:
         if concurrency in BYPASSED:
             cases.append((arm._replace(kind=FIXED), 1 - BYPASS_LOSS))
         if found.costs.growth(arm, concurrency) >= COMPUTE_BOUND:
-            cases.append((found.best_fixed(arm, concurrency, "cpu_throughput"), 1.0))
+            cases.append((found.best_fixed(arm, concurrency), 1.0))
         for other, least in cases:
-            value = found.ratio(arm, other, concurrency, "cpu_throughput")
+            value = found.ratio(arm, other, concurrency)
             if value is not None:
                 state = "held" if value.low >= least else "missed" if value.high < least else "open"
                 lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}")
