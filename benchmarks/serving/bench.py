@@ -606,7 +606,7 @@ def publish_results(forms: dict[str, Results]) -> None:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs: under 10 minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs.")] = False,
     drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
     folder: Annotated[Path, typer.Option(help="What has been measured; it is not measured again.")] = Path(
         "build/bench-serving"
