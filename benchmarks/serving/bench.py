@@ -1,0 +1,655 @@
+"""Serves real prompts by SGLang's engine on the CPU: no speculation, every fixed length and adaptive verification.
+
+python -m benchmarks.serving.bench [--quick]
+"""
+
+import csv
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
+
+import matplotlib
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from av_triton import CostTable
+from benchmarks import results
+from benchmarks.serving import models
+from benchmarks.serving.engine import Turn
+from benchmarks.serving.points import (
+    ADAPTIVE,
+    FIXED,
+    PLAIN,
+    PROFILED,
+    Arm,
+    Difference,
+    Figures,
+    Point,
+    Ratio,
+    StepCosts,
+    differences,
+    load,
+    pareto_front,
+    ratio,
+)
+from tests.integrations.sglang.cpu_engine.attention_name import NAME
+from tests.integrations.sglang.cpu_engine.client import ForkServer
+from tests.integrations.sglang.runs import LOGIT_TOLERANCE
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[2]
+# What the measured times depend on; the tables do not.
+SOURCES = (
+    "av_triton", "integrations", "tests/integrations/sglang/cpu_engine", "benchmarks/serving/engine.py",
+    "benchmarks/serving/models.py",
+)  # fmt: skip
+TRIMMING = (ADAPTIVE, PROFILED)
+BYPASSED, BYPASS_LOSS = (1, 2), 0.02
+# Verification is compute-bound where all drafts cost the target at least so many times what none cost.
+COMPUTE_BOUND = 1.5
+ABOUT = """\
+Throughput is over the decode steps with as many requests as the concurrency says (prefill and the end are left out), by
+the wall clock and, because the machine is shared, by CPU time of the scheduler process as well. One engine works at a
+time, on one thread, without overlap scheduling. Drafters: DFLASH is the demo's block drafter, DSPARK the same without a
+confidence head and with an empty Markov head, STANDALONE the target with 20 of its 30 layers. Fixed lengths are set by
+SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--speculative-dspark-block-size`.
+SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
+is no arm here, for there is no trained EAGLE drafter for this target.
+
+"adaptive" plans by the step costs that the server measures when it starts, "profiled" by costs fitted to the steps of
+the fixed arms in the first pass. Every engine had served all prompts once before what is measured. The arms of a table
+took turns at every concurrency, in every other pass backwards.
+
+Ratios are of tokens per CPU second, means over the passes [lowest, highest pass]. "over fixed": over the same fixed
+length, "by the clock" the same in tokens/s; the best fixed length is in brackets. "all / none": what all drafts cost
+the target over what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a
+verified draft.
+"""
+console = Console(width=None if sys.stdout.isatty() else 140)
+
+
+class Plan(NamedTuple):
+    """groups: arms that take turns. requests: by concurrency. length, warm_up: new tokens of each request."""
+
+    groups: tuple[tuple[Arm, ...], ...]
+    requests: dict[int, int]
+    length: int
+    warm_up: int
+    passes: int
+
+    @property
+    def arms(self) -> list[Arm]:
+        return [arm for group in self.groups for arm in group]
+
+    def turns(self, group: Sequence[Arm], done: Iterable[tuple[object, ...]]) -> list[Turn]:
+        """What is still to be measured: pass by pass, at each concurrency arm after arm.
+
+        Every other pass goes backwards, so that no arm is always the later one. In the first one the profiled arms come
+        after all others, for their step costs are from there.
+        """
+        finished = set(done)
+        turns = [
+            Turn(group.index(arm), repetition, concurrency, self.requests[concurrency])
+            for repetition in range(self.passes)
+            for concurrency in sorted(self.requests, reverse=True)
+            for arm in (group if repetition % 2 == 0 else group[::-1])
+            if self.key(arm, repetition, concurrency) not in finished
+        ]
+        return sorted(
+            turns, key=lambda turn: (turn.repetition, turn.repetition == 0 and group[turn.arm].kind == PROFILED)
+        )
+
+    def key(self, arm: Arm, repetition: int, concurrency: int) -> tuple[object, ...]:
+        return arm, repetition, concurrency, self.requests[concurrency], self.length
+
+    def keys(self) -> set[tuple[object, ...]]:
+        return {self.key(arm, n, each) for arm in self.arms for n in range(self.passes) for each in self.requests}
+
+
+def group(drafter: str, fixed: Iterable[int], adaptive: int, *kinds: str) -> tuple[Arm, ...]:
+    """Fixed arms, and adaptive ones of one length."""
+    return (*(Arm(drafter, FIXED, length) for length in fixed), *(Arm(drafter, kind, adaptive) for kind in kinds))
+
+
+def without(drafter: str) -> tuple[Arm, ...]:
+    return (Arm(drafter, PLAIN, 0),)
+
+
+# Each group's engines are in memory at once.
+QUICK = Plan(
+    groups=(
+        without("DFLASH") + group("DFLASH", (1, 3), 3, ADAPTIVE, PROFILED),
+        without("STANDALONE") + group("STANDALONE", (2,), 2, ADAPTIVE),
+        without("DSPARK") + group("DSPARK", (3,), 3, ADAPTIVE),
+    ),
+    requests={1: 2, 4: 4, 16: 16},
+    length=24,
+    warm_up=16,
+    passes=2,
+)
+FULL = Plan(
+    groups=(
+        without("DFLASH") + group("DFLASH", (1, 2, 3), 3, ADAPTIVE, PROFILED),
+        group("DFLASH", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
+        without("STANDALONE") + group("STANDALONE", (1, 2), 2, ADAPTIVE, PROFILED),
+        group("STANDALONE", (3, 4), 4, ADAPTIVE, PROFILED),
+        without("DSPARK") + group("DSPARK", (1, 2, 3), 3, ADAPTIVE, PROFILED),
+        group("DSPARK", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
+    ),
+    requests={1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32},
+    length=48,
+    warm_up=16,
+    passes=4,
+)
+FORMS = {"Full form": FULL, "Quick form": QUICK}
+
+
+def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str, Any]:
+    """Of `sglang.Engine`. kept: folder of what an adaptive arm takes over from one pass to the next. highest:
+    concurrency."""
+    engine: dict[str, Any] = {
+        "model_path": str(models.target(checkpoints)),
+        "max_running_requests": highest,
+        "max_total_tokens": 12288,
+        "log_level": "warning",
+        "sleep_on_idle": True,  # other engines work meanwhile
+    }
+    if arm.kind == PLAIN:
+        return engine
+    engine |= {
+        "speculative_algorithm": arm.drafter,
+        "speculative_draft_model_path": str(models.drafter(checkpoints, arm.drafter)),
+        "speculative_num_draft_tokens": arm.length + 1,
+    }
+    if arm.drafter == "STANDALONE":
+        engine |= {"speculative_num_steps": arm.length, "speculative_eagle_topk": 1}
+    if arm.drafter == "DSPARK":
+        engine["speculative_dspark_block_size"] = arm.length
+    if arm.kind in TRIMMING:
+        engine["enable_adaptive_verification"] = True
+        engine["adaptive_verification_config"] = {
+            "cost_cache" if arm.kind == ADAPTIVE else "cost_table": str(kept / f"{arm} costs"),
+            "coefficients": str(kept / f"{arm} coefficients.json"),
+            "save_interval": 20,
+            "settings": {"refit_interval": 8},  # the runs are short
+            "ragged_backends": [NAME],
+        }
+    return engine
+
+
+def digest() -> str:
+    """Of the sources and versions that a point depends on; points of others are not used."""
+    parts = hashlib.sha256()
+    for path in sorted(each for source in SOURCES for each in (ROOT / source, *(ROOT / source).rglob("*"))):
+        if path.is_file() and "__pycache__" not in path.parts:
+            parts.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    parts.update(results.versions().encode())
+    return parts.hexdigest()[:12]
+
+
+class Bench:
+    """Runs engines in a fork server, which is started when it is needed, and keeps what they measure below `folder`."""
+
+    def __init__(self, plan: Plan, folder: Path, resources: ExitStack) -> None:
+        self.plan, self.checkpoints, self._resources = plan, folder / "models", resources
+        self.kept = folder / f"{digest()}-{plan.length}"
+        self.store = self.kept / "points.jsonl"
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return models.prompts(self.checkpoints, max(self.plan.requests.values()))
+
+    @cached_property
+    def server(self) -> ForkServer:
+        logs = Path(self._resources.enter_context(TemporaryDirectory()))
+        with console.status("starting SGLang"):
+            return self._resources.enter_context(ForkServer(logs))
+
+    def points(self) -> list[Point]:
+        wanted = self.plan.keys()
+        return [point for key, point in load(self.store).items() if key in wanted]
+
+    def engine(self, arm: Arm) -> dict[str, Any]:
+        return keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
+
+    def measure(self, drafters: Sequence[str] = ()) -> None:
+        """All that is missing, one engine at work at a time, under a progress bar. drafters: only with these."""
+        self.kept.mkdir(parents=True, exist_ok=True)
+        done = load(self.store)
+        todo = [
+            (arms, turns)
+            for arms in self.plan.groups
+            if (turns := self.plan.turns(arms, done)) and (not drafters or arms[0].drafter in drafters)
+        ]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress, ThreadPoolExecutor(1) as pool:
+            task = progress.add_task("", total=sum(len(turns) for _, turns in todo))
+            for arms, turns in todo:
+                before, completed = len(load(self.store)), progress.tasks[task].completed
+                running = pool.submit(self._serve, arms, turns)
+                while not running.done():
+                    time.sleep(0.5)
+                    measured = len(load(self.store)) - before
+                    turn = turns[min(measured, len(turns) - 1)]
+                    what = f"pass {turn.repetition + 1}, {turn.concurrency} at a time: {arms[turn.arm]}"
+                    progress.update(task, completed=completed + measured, description=what)
+                running.result()
+                progress.update(task, completed=completed + len(turns))
+
+    def _serve(self, arms: Sequence[Arm], turns: Sequence[Turn]) -> None:
+        self.server.call(
+            "benchmarks.serving.engine:serve",
+            timeout=36000,
+            arms=[(arm, self.engine(arm)) for arm in arms],
+            turns=turns,
+            prompts=self.prompts,
+            length=self.plan.length,
+            warm_up=self.plan.warm_up,
+            points=str(self.store),
+            owner=os.getpid(),
+        )
+
+    def gaps(self, found: Sequence[tuple[Difference, list[int]]]) -> list[float]:
+        """Of the target's logits at each difference, which comes with plain decoding's output; kept in a file."""
+        path = self.kept / "gaps.json"
+        known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        cases = {
+            f"{each} after {output[: each.position]}": (
+                self.prompts[each.request] + output[: each.position], each.token, each.reference
+            )
+            for each, output in found
+        }  # fmt: skip
+        new = [name for name in cases if name not in known]
+        if new:
+            measured, _ = self.server.call(
+                "benchmarks.serving.engine:gaps",
+                timeout=600,
+                engine=self.engine(self.plan.arms[0]),
+                cases=[cases[name] for name in new],
+            )
+            known |= dict(zip(new, measured, strict=True))
+            path.write_text(json.dumps(known))
+        return [known[name] for name in cases]
+
+    def results(self) -> "Results | None":
+        """Of what has been measured so far; None where plain decoding has not, with which all is compared."""
+        points = self.points()
+        if not any(point.arm.kind == PLAIN for point in points):
+            return None
+        tables = {}
+        for arm in self.plan.arms:
+            costs = self.kept / f"{arm} costs"
+            for path in costs.glob("*.json") if costs.is_dir() else [costs] if costs.exists() else ():
+                tables[arm] = CostTable.load(path)
+        return Results(self.plan, points, self.gaps, tables)
+
+
+class Equality(NamedTuple):
+    """Requests of an arm in all its points; of those, with another output than plain decoding; and of those again,
+    where the two logits nearly tie at the first difference."""
+
+    requests: int
+    differing: int
+    ties: int
+
+    @property
+    def good(self) -> bool:
+        return self.differing == self.ties
+
+    def __str__(self) -> str:
+        if self.good:
+            return f"{self.differing} of {self.requests} differ" + (", in near ties" if self.differing else "")
+        return f"{self.differing} of {self.requests} DIFFER, {self.ties} of them in near ties"
+
+
+class Results:
+    """points: of one plan, by arm and concurrency; what has no point is left out everywhere. gaps: see `Bench.gaps`.
+    tables: the step costs that adaptive arms plan by."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        points: Sequence[Point],
+        gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]],
+        tables: dict[Arm, CostTable],
+    ) -> None:
+        self.plan, self.tables, self.costs = plan, tables, StepCosts.of(points)
+        self.points: dict[tuple[Arm, int], list[Point]] = {}
+        for point in sorted(points, key=lambda point: point.repetition):
+            self.points.setdefault((point.arm, point.concurrency), []).append(point)
+        self.arms = [arm for arm in plan.arms if any(arm == each for each, _ in self.points)]
+        self.equality = self._compare(gaps)
+
+    def _compare(self, gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]]) -> dict[Arm, Equality]:
+        by_arm = {arm: [p for key, of_key in self.points.items() if key[0] == arm for p in of_key] for arm in self.arms}
+        plain = [point for arm, points in by_arm.items() if arm.kind == PLAIN for point in points]
+        reference = max(plain, key=lambda point: len(point.outputs)).outputs
+        found = {
+            arm: [each for point in points for each in differences(point, reference)] for arm, points in by_arm.items()
+        }
+        unique = list(dict.fromkeys(each for of_arm in found.values() for each in of_arm))
+        gap = dict(zip(unique, gaps([(each, reference[each.request]) for each in unique]), strict=True))
+        return {
+            arm: Equality(
+                sum(len(point.outputs) for point in by_arm[arm]),
+                len(of_arm),
+                sum(gap[each] < LOGIT_TOLERANCE for each in of_arm),
+            )
+            for arm, of_arm in found.items()
+        }
+
+    @property
+    def drafters(self) -> list[str]:
+        return list(dict.fromkeys(arm.drafter for arm in self.arms))
+
+    def concurrencies(self, arm: Arm) -> list[int]:
+        return [each for each in self.plan.requests if (arm, each) in self.points]
+
+    def adaptive(self) -> list[tuple[Arm, int]]:
+        """(arm, concurrency)"""
+        return [(arm, each) for arm in self.arms if arm.kind in TRIMMING for each in self.concurrencies(arm)]
+
+    def figures(self, arm: Arm, concurrency: int) -> Figures:
+        return Figures.of(self.points[arm, concurrency])
+
+    def ratio(self, arm: Arm, other: Arm, concurrency: int, figure: str = "cpu_throughput") -> Ratio | None:
+        """None too where an output is wrong: such an arm is not faster, it does something else."""
+        if not (self.equality[arm].good and other in self.equality and self.equality[other].good):
+            return None
+        return ratio(self.points[arm, concurrency], self.points.get((other, concurrency), ()), figure)
+
+    def noise(self) -> tuple[float, float]:
+        """(median, largest) factor between the CPU throughputs of one arm at one concurrency in two passes."""
+        factors = [
+            max(rates) / min(rates)
+            for points in self.points.values()
+            if len(rates := [Figures.of([point]).cpu_throughput for point in points]) > 1
+        ]
+        return (statistics.median(factors), max(factors)) if factors else (math.nan, math.nan)
+
+    def planned(self, arm: Arm, concurrency: int) -> float:
+        """Milliseconds per verified draft by the arm's own table, from none to all; NaN without a table."""
+        if arm not in self.tables:
+            return math.nan
+        drafts = concurrency * arm.length
+        verify = self.tables[arm].dense(concurrency, concurrency + drafts).verify
+        return float(verify[-1] - verify[concurrency]) / drafts
+
+    def best_fixed(self, arm: Arm, concurrency: int) -> Arm:
+        """The fixed arm with this arm's drafter of the highest throughput by CPU time, of those measured."""
+        fixed = [
+            each
+            for each in self.arms
+            if (each.drafter, each.kind) == (arm.drafter, FIXED) and (each, concurrency) in self.points
+        ]
+        return max(
+            fixed, key=lambda each: self.figures(each, concurrency).cpu_throughput, default=arm._replace(kind=FIXED)
+        )
+
+
+Rows = list[list[str]]
+NUMBERS = {
+    "tokens/s": ("throughput", ".1f"),
+    "per user": ("per_user", ".2f"),
+    "per CPU second": ("cpu_throughput", ".1f"),
+    "accept length": ("accept_length", ".2f"),
+    "verified per token": ("verified_per_token", ".2f"),
+    "step ms": ("step_ms", ".1f"),
+    "target ms": ("target_ms", ".1f"),
+}
+
+
+def arm_rows(found: Results, drafter: str) -> tuple[list[str], Rows]:
+    """One row per concurrency and arm, that without a drafter first."""
+    rows = []
+    arms = [arm for arm in found.arms if arm.drafter == drafter]
+    for concurrency in found.plan.requests:
+        for arm in (arm for arm in arms if (arm, concurrency) in found.points):
+            figures = found.figures(arm, concurrency)
+            numbers = [format(getattr(figures, name), form) for name, form in NUMBERS.values()]
+            versus = "" if arm.kind == PLAIN else _text(found.ratio(arm, Arm(drafter, PLAIN, 0), concurrency))
+            rows.append([str(concurrency), str(arm).removeprefix(f"{drafter} "), *numbers, versus])
+    return ["at a time", "arm", *NUMBERS, "over plain"], rows
+
+
+def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
+    """Every adaptive arm against the fixed arms of its drafter and against plain decoding, by concurrency."""
+    rows = []
+    for arm, concurrency in found.adaptive():
+        same, best = arm._replace(kind=FIXED), found.best_fixed(arm, concurrency)
+        rows.append(
+            [
+                str(arm),
+                str(concurrency),
+                f"{found.costs.growth(arm, concurrency):.2f}",
+                f"{found.planned(arm, concurrency):.2f}",
+                _text(found.ratio(arm, same, concurrency, "throughput")),
+                _text(found.ratio(arm, same, concurrency)),
+                f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
+                _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
+            ]
+        )
+    columns = ["arm", "at a time", "all / none", "ms per draft"]
+    columns += ["by the clock", "over fixed", "over the best fixed", "over plain"]
+    return columns, rows
+
+
+def depth_rows(found: Results) -> tuple[list[str], Rows]:
+    """What drafting takes of the step of an autoregressive drafter, and how much of it was for trimmed drafts."""
+    rows = []
+    for arm, concurrency in found.adaptive():
+        if arm.drafter == "STANDALONE":
+            figures = found.figures(arm, concurrency)
+            admitted = figures.verified_per_token * figures.accept_length - 1
+            drafting = figures.step_ms - figures.target_ms
+            rows.append(
+                [
+                    str(arm),
+                    str(concurrency),
+                    f"{figures.step_ms:.1f}",
+                    f"{drafting:.1f}",
+                    f"{admitted:.2f}",
+                    f"{drafting * (1 - admitted / arm.length):.1f}",
+                    _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
+                ]
+            )
+    columns = ["arm", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
+    return columns, rows
+
+
+def equality_rows(found: Results) -> tuple[list[str], Rows]:
+    return ["arm", "requests"], [[str(arm), str(each)] for arm, each in found.equality.items()]
+
+
+def _text(value: Ratio | None) -> str:
+    return "" if value is None else str(value)
+
+
+def verdicts(found: Results) -> dict[str, list[str]]:
+    """Every case of what is wanted (see `claims`): "held" or "missed" where all passes say so, else "open"."""
+    lines: dict[str, list[str]] = {"missed": [], "open": [], "held": []}
+    for arm, concurrency in found.adaptive():
+        cases = []
+        if concurrency in BYPASSED:
+            cases.append((arm._replace(kind=FIXED), 1 - BYPASS_LOSS))
+        if found.costs.growth(arm, concurrency) >= COMPUTE_BOUND:
+            cases.append((found.best_fixed(arm, concurrency), 1.0))
+        for other, least in cases:
+            value = found.ratio(arm, other, concurrency)
+            if value is not None:
+                state = "held" if value.low >= least else "missed" if value.high < least else "open"
+                lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}")
+    return lines
+
+
+def claims(found: Results) -> str:
+    wrong = [f"{arm}: output differs, no speed-up is claimed" for arm, each in found.equality.items() if not each.good]
+    lines = [
+        f"Wanted, by CPU time: where verification is compute-bound (all drafts cost the target {COMPUTE_BOUND} times "
+        f"what none cost, or more) no fixed length is faster; at 1 and 2 requests at least {1 - BYPASS_LOSS} of the "
+        "same fixed length.\n",
+        *(f"- {line}" for line in wrong),
+        *(f"- {state}: {line}" for state, of_state in verdicts(found).items() for line in of_state),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def show(title: str, columns: Sequence[str], rows: Rows) -> None:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(name.replace(" ", "\n"), justify="right" if place > 1 else "left", no_wrap=True)
+    for _, group in groupby(rows, lambda row: row[0]):
+        for row in group:
+            table.add_row(*row)
+        table.add_section()
+    console.print(table)
+
+
+def write_csv(path: Path, found: Results) -> None:
+    """One row per point."""
+    names = list(Figures.__dataclass_fields__)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        head = ["drafter", "kind", "length", "pass", "at_a_time", "requests", "new_tokens", "seconds"]
+        writer.writerow([*head, *names])
+        for (arm, concurrency), points in found.points.items():
+            for point in points:
+                figures = Figures.of([point])
+                labels = [*arm, point.repetition + 1, concurrency, point.requests, point.length, point.seconds]
+                writer.writerow([*labels, *(getattr(figures, name) for name in names)])
+
+
+def picture(path: Path, found: Results) -> None:
+    """Throughput against interactivity, one line per arm over the concurrencies; rings mark the Pareto front.
+
+    Above by wall time, below by CPU time of the scheduler.
+    """
+    width = len(found.drafters)
+    colours = {PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens}
+    figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
+    for column, drafter in enumerate(found.drafters):
+        arms = [arm for arm in found.arms if arm.drafter == drafter]
+        longest = max(arm.length for arm in arms)
+        for row, (name, second) in enumerate((("throughput", "second"), ("cpu_throughput", "CPU second"))):
+            panel, every = axes[row][column], []
+            for arm in arms:
+                levels = found.concurrencies(arm)
+                rates = [getattr(found.figures(arm, each), name) for each in levels]
+                line = [(rate / each, rate) for rate, each in zip(rates, levels, strict=True)]
+                every += line
+                share = 0.3 + 0.6 * arm.length / longest
+                colour = colours[arm.kind](1.0 if arm.kind == PLAIN else share)
+                label = str(arm).removeprefix(f"{drafter} ")
+                panel.plot(*zip(*line, strict=True), marker=".", color=colour, label=label)
+            front = [each for each, best in zip(every, pareto_front(every), strict=True) if best]
+            panel.scatter(*zip(*front, strict=True), s=90, facecolors="none", edgecolors="tab:red", label="front")
+            panel.set(
+                title=drafter, xlabel=f"tokens per {second} and user", ylabel=f"tokens per {second}",
+                xscale="log", yscale="log",
+            )  # fmt: skip
+            panel.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def page(form: str, found: Results) -> str:
+    """A part of the section of docs/results.md."""
+    plan = found.plan
+    requests = ", ".join(f"{count} at {each}" for each, count in plan.requests.items())
+    open_points = len(plan.keys()) - sum(map(len, found.points.values()))
+    state = f" ({open_points} of {len(plan.keys())} points not measured)" if open_points else ""
+    parts = [
+        f"### {form}\n",
+        f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes{state}. "
+        "The target's forward, fitted to the fixed arms' steps: {:.1f} ms, {:.2f} more per request, {:.2f} more per "
+        "verified token (CPU time). The machine's noise: between passes the tokens per CPU second of one arm at one "
+        "concurrency differ by a factor of {:.2f} (median), {:.2f} at most.\n".format(*found.costs, *found.noise()),
+        results.table(*adaptive_rows(found)),
+        claims(found),
+    ]
+    columns, rows = depth_rows(found)
+    if rows:
+        parts += [
+            "What an autoregressive drafter costs per step (medians). Verified drafts are per request; the drafting of "
+            "trimmed ones is what a draft depth would save that the engine follows:\n",
+            results.table(columns, rows),
+        ]
+    for drafter in found.drafters:
+        parts += [f"{drafter}:\n", results.table(*arm_rows(found, drafter))]
+    parts += ["Requests whose greedy output is not plain decoding's:\n", results.table(*equality_rows(found))]
+    return "\n".join(parts)
+
+
+def publish_results(forms: dict[str, Results]) -> None:
+    """The picture is that of the first form."""
+    picture(ROOT / "docs/results-serving.png", next(iter(forms.values())))
+    command = "make bench-serving" + ("" if "Full form" in forms else " ARGS=--quick")
+    parts = [ABOUT, "![Throughput against interactivity](results-serving.png)\n"]
+    results.publish("serving", "Serving", command, "\n".join([*parts, *(page(*each) for each in forms.items())]))
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs.")] = False,
+    drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
+    folder: Annotated[Path, typer.Option(help="What has been measured; it is not measured again.")] = Path(
+        "build/bench-serving"
+    ),
+    measure: Annotated[bool, typer.Option(help="No: tables of what has been measured so far.")] = True,
+    publish: Annotated[bool, typer.Option(help="Rewrite the section of docs/results.md and its picture.")] = True,
+) -> None:
+    """Throughput of every arm at every concurrency, and whether all of them decode the same text.
+
+    Can be stopped and started again. Exit status 1 where an output differs from plain decoding's without a near tie.
+    """
+    known = {arm.drafter for arm in FULL.arms}
+    unknown = set(drafter or ()) - known
+    if unknown:
+        raise typer.BadParameter(f"--drafter {', '.join(unknown)}: choose from {', '.join(sorted(known - {''}))}")
+    folder = folder.resolve()
+    try:
+        with ExitStack() as resources:
+            benches = {form: Bench(each, folder, resources) for form, each in FORMS.items()}
+            if measure:
+                benches["Quick form" if quick else "Full form"].measure(drafter or ())
+            forms = {form: each for form, bench in benches.items() if (each := bench.results()) is not None}
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here")
+        # The running engine ends by itself after its point, which is kept.
+        os._exit(130)
+    found = forms.get("Quick form" if quick else "Full form")
+    if found is None:
+        console.print("nothing has been measured in this form: leave out --no-measure", style="red")
+        raise typer.Exit(2)
+    for name in found.drafters:
+        show(name, *arm_rows(found, name))
+    show("What an autoregressive drafter costs", *depth_rows(found))
+    show("Adaptive verification", *adaptive_rows(found))
+    show("Greedy output that is not plain decoding's", *equality_rows(found))
+    console.print(claims(found))
+    write_csv(folder / "points.csv", found)
+    picture(folder / "serving.png", found)
+    console.print(f"{folder}: points.csv, serving.png", highlight=False)
+    if publish:
+        publish_results(forms)
+    raise typer.Exit(int(not all(each.good for each in found.equality.values())))
+
+
+if __name__ == "__main__":
+    typer.run(main)
