@@ -24,7 +24,7 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 COLUMNS = ("workload", "row", "step", "pos", "f", "alpha", "accept")
-WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna")
+WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna", "summaries")
 BINS = 15
 SMALLEST = 1e-7  # probabilities are kept this far from 0 and 1 in a log-loss
 
