@@ -9,7 +9,7 @@ fitted to all traces of one pair and temperature, and is judged on prompts that 
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -99,9 +99,7 @@ class Drafts:
     def where(self, mask: Mask) -> "Drafts":
         columns = {name: values[mask] for name, values in self.columns.items()}
         position, observed, cluster = self.position[mask], self.observed[mask], self.cluster[mask]
-        return Drafts(
-            self.pair, self.workload, self.temperature, self.positions, position, observed, cluster, columns
-        )  # fmt: skip
+        return replace(self, position=position, observed=observed, cluster=cluster, columns=columns)
 
     @property
     def group(self) -> str:
@@ -198,6 +196,12 @@ def log_loss(p: Floats, drafts: Drafts) -> Interval:
     return intervals.of_mean(log_losses(p, drafts.observed), drafts.cluster)
 
 
+def excess_loss(p: Floats, base: Floats, drafts: Drafts) -> Interval:
+    """Log-loss of p above that of `base`, on the same resamples."""
+    losses = log_losses(p, drafts.observed) - log_losses(base, drafts.observed)
+    return intervals.of_mean(losses, drafts.cluster)
+
+
 def ece(p: Floats, drafts: Drafts) -> Interval:
     return intervals.of(lambda at: calibration_error(p[at], drafts.observed[at]), drafts.cluster, RESAMPLES)
 
@@ -224,7 +228,7 @@ class Group:
         return p
 
     def feature_rows(self) -> list[Row]:
-        """(group, feature, AUC, AUC above the estimator's, log-loss, ECE)."""
+        """(group, feature, AUC, AUC above the estimator's, log-loss, log-loss above the estimator's, ECE)."""
         rows: list[Row] = []
         for feature in FEATURES:
             if feature.name not in self.predicted:
@@ -232,10 +236,13 @@ class Group:
             p, name = self.predicted[feature.name], feature.name + ("" if feature.lossless else ", *not lossless*")
             if p is None:
                 missing = ", ".join(column for column in feature.needs if column not in self.drafts.columns)
-                rows.append((self.name, name, f"no column {missing}", "", "", ""))
+                rows.append((self.name, name, f"no column {missing}", "", "", "", ""))
                 continue
-            gain = "" if feature.name == ESTIMATOR else auc_gain(p, self.estimated, self.drafts)
-            rows.append((self.name, name, auc(p, self.drafts), gain, log_loss(p, self.drafts), ece(p, self.drafts)))
+            above: tuple[object, object] = ("", "")
+            if feature.name != ESTIMATOR:
+                above = auc_gain(p, self.estimated, self.drafts), excess_loss(p, self.estimated, self.drafts)
+            ranking, loss = (auc(p, self.drafts), above[0]), (log_loss(p, self.drafts), above[1])
+            rows.append((self.name, name, *ranking, *loss, ece(p, self.drafts)))
         return rows
 
     def position_rows(self) -> list[Row]:
@@ -263,10 +270,9 @@ class Group:
         drafts, shared = self.drafts, self.estimated
         at = drafts.position[:, None] == np.arange(drafts.positions)
         own = held_out(np.column_stack([at * drafts.columns["f"][:, None], at]), drafts)
-        losses = log_losses(shared, drafts.observed) - log_losses(own, drafts.observed)
         aucs = auc(shared, drafts), auc(own, drafts), auc_gain(shared, own, drafts)
-        cost = intervals.of_mean(losses, drafts.cluster)
-        return (self.name, *aucs, log_loss(shared, drafts), log_loss(own, drafts), cost)
+        losses = log_loss(shared, drafts), log_loss(own, drafts), excess_loss(shared, own, drafts)
+        return (self.name, *aucs, *losses)
 
     def reliability_rows(self) -> list[Row]:
         """(group, predictor, labels, mean predicted, share accepted) of 15 bins of equal width."""

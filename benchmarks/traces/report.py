@@ -111,7 +111,7 @@ def features_table(groups: Sequence[Group], advance: Callable[[], object] = lamb
         f"K + 1 parameters, fitted and judged on different prompts ({FOLDS} folds); raw q_max and the head as trained "
         "are taken as they are. Log-loss in nats, ECE over 15 bins of equal width."
     )
-    columns = ("traces", "feature", "AUC", f"AUC above {ESTIMATOR}", "log-loss", "ECE")
+    columns = ("traces", "feature", "AUC", f"above {ESTIMATOR}", "log-loss", f"above {ESTIMATOR}", "ECE")
     return Table("features", "Features", note, columns, rows, split=True)
 
 
@@ -157,6 +157,7 @@ def reliability_table(groups: Sequence[Group]) -> Table:
 def picture(path: Path, tables: dict[str, Table], fits: Sequence[Fit]) -> None:
     """Calibration of the estimator and of raw q_max, AUC by position (at T = 1), first intercepts against entropy."""
     names = list(dict.fromkeys(row[0] for row in tables["reliability"].rows))
+    colours = {name: f"C{i}" for i, name in enumerate(names)}
     names = [name for name in names if name.endswith("T = 1")] or names
     figure, panels = plt.subplots(1, 4, figsize=(19, 4.6), layout="constrained")
 
@@ -168,31 +169,24 @@ def picture(path: Path, tables: dict[str, Table], fits: Sequence[Fit]) -> None:
     for panel, predictor in zip(panels[:2], (ESTIMATOR, RAW), strict=True):
         for name in names:
             rows = [row for row in tables["reliability"].rows if row[:2] == (name, predictor) and row[2] >= FEWEST]
-            draw(panel, [row[3] for row in rows], [row[4] for row in rows], marker=".", label=name)
+            x, y = [row[3] for row in rows], [row[4] for row in rows]
+            draw(panel, x, y, marker=".", label=name, color=colours[name])
         panel.plot([0, 1], [0, 1], color="grey", linestyle="--", linewidth=1)
         panel.set(title=f"calibration of {predictor}", xlabel="predicted acceptance", ylabel="observed", aspect="equal")
     for name in names:
         rows = [row for row in tables["positions"].rows if row[0] == name and row[1].isdigit() and row[2] >= FEWEST]
         for column, label, line in ((4, name, "-"), (5, f"{name}, head", "--")):
-            some = [row for row in rows if row[column]]
+            some = [(int(row[1]), row[column]) for row in rows if row[column]]
             if some:
-                draw(panels[2], [int(row[1]) for row in some], [row[column] for row in some], ls=line, label=label)
+                draw(panels[2], *zip(*some, strict=True), ls=line, label=label, color=colours[name])
     panels[2].set(title=f"AUC of {ESTIMATOR} by position", xlabel="draft position", ylabel="AUC")
-    groups: dict[str, list[Fit]] = {}
-    for fit in fits:
-        groups.setdefault(fit.drafts.group, []).append(fit)
-    for name, some in groups.items():
-        draw(
-            panels[3],
-            [fit.entropy for fit in some],
-            [fit.first_intercept for fit in some],
-            ls="",
-            marker="o",
-            label=name,
-        )
+    for name, colour in colours.items():
+        some = [fit for fit in fits if fit.drafts.group == name]
+        x, y = [fit.entropy for fit in some], [fit.first_intercept for fit in some]
+        draw(panels[3], x, y, ls="", marker="o", label=name, color=colour)
     panels[3].set(title="first intercept by trace", xlabel="mean entropy of the first draft, nats", ylabel="b1")
     for panel in (panels[0], *panels[2:]):
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -239,6 +233,29 @@ def report(traces: list[list[Drafts]], title: str, out: Path) -> dict[str, Table
     return found
 
 
+def findings(tables: dict[str, Table]) -> str:
+    """Where the estimator's feature or the shared slope is beaten: the interval of the difference excludes 0."""
+
+    def places(table: str, column: int, sign: int) -> str:
+        found: dict[str, list[str]] = {}
+        for row in tables[table].rows:
+            beaten = isinstance(row[column], Interval) and min(sign * row[column].low, sign * row[column].high) > 0
+            if beaten and "not lossless" not in row[1]:
+                found.setdefault(row[0], []).append(row[1])
+        return "; ".join(f"{group} ({', '.join(names)})" for group, names in found.items()) or "none"
+
+    own = ", ".join(row[0] for row in tables["sharing"].rows if row[6].low > 0) or "none"
+    return "\n".join(
+        [
+            "Where the interval of the difference excludes 0 (as one in twenty does by chance):\n",
+            f"- another lossless feature ranks better than {ESTIMATOR}: {places('features', 3, 1)};",
+            f"- another lossless feature has the lower log-loss: {places('features', 5, -1)};",
+            f"- the head ranks better at a position: {places('positions', 6, 1)};",
+            f"- a slope for each position has the lower log-loss: {own}.\n",
+        ]
+    )
+
+
 def section(traces: list[list[Drafts]], tables: dict[str, Table]) -> str:
     """The text of the section in docs/results.md."""
     every = [drafts for part in traces for drafts in part]
@@ -252,6 +269,7 @@ def section(traces: list[list[Drafts]], tables: dict[str, Table]) -> str:
             f"bootstrap intervals from {RESAMPLES} resamples of whole prompts; the folds are not fitted anew in them. "
             "ECE grows with noise, and a resample is noisier than the sample: its intervals reach too high.\n",
             "![Calibration, AUC by position, first intercepts](results-estimator.png)\n",
+            findings(tables),
             *(table.markdown() for table in (tables["features"], *shown)),
         ]
     )
