@@ -169,7 +169,7 @@ def test_a_cut_keeps_whole_steps():
 
 def test_command(tmp_path, monkeypatch, few_resamples):
     data, more = tmp_path / "data", tmp_path / "more"
-    for folder, name in ((data, "block_gsm8k_T1.npz"), (more, "other_gsm8k_T0.npz")):
+    for folder, name in ((data, "block_gsm8k_T1.npz"), (more, "third_gsm8k_T0.npz")):
         folder.mkdir()
         (folder / name).symlink_to(TRACE)
     monkeypatch.setattr(report, "DATA", data)
@@ -185,8 +185,8 @@ def test_command(tmp_path, monkeypatch, few_resamples):
     assert status == 0, output
     page = (tmp_path / "results.md").read_text()
     assert "block, T = 1" in page
-    assert "other" not in page
-    assert "Features: other, T = 0" in output
+    assert "third" not in page
+    assert "Features: third, T = 0" in output
     assert (tmp_path / "results-estimator.png").read_bytes()[:4] == b"\x89PNG"
     with (tmp_path / "out" / "features.csv").open() as stream:
         head, first, *_ = csv.reader(stream)
