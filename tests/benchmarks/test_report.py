@@ -122,7 +122,7 @@ def test_the_shared_slope_costs_where_slopes_differ(few_resamples):
 
 def test_rows_say_what_the_traces_lack(few_resamples):
     plain = {row[1]: row for row in Group.of(draw(1000)).feature_rows()}
-    assert plain["top-2 margin"][2:] == ("no column gap", "", "", "")
+    assert plain["top-2 margin"][2:] == ("no column gap", "", "", "", "")
     assert plain["logit(q_sampled), *not lossless*"][2] == "no column log_q_sampled, is_top1"
     assert not any(features.HEAD in name for name in plain)
     greedy = {row[1] for row in Group.of(draw(1000, temperature="0")).feature_rows()}
