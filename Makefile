@@ -15,10 +15,12 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving traces report-estimator lint clean
 
 help:
-	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | bench-serving | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
+	@echo "make demo | test | test-full | test-gpu | test-sglang | lint | clean"
+	@echo "make bench | bench-serving | traces | report-estimator"
+	@echo "options: ARGS=... PYTHON=... VENV=... JOBS=..."
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +79,13 @@ $(SGLANG_VENV)/.ready-serving: benchmarks/serving/requirements.txt $(SGLANG_VENV
 
 bench-serving: $(SGLANG_VENV)/.ready-serving
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m benchmarks.serving.bench $(ARGS)
+
+# Resumable: a trace in build/traces is kept.
+traces: $(VENV)/.ready-demo
+	$(BIN)/python -m benchmarks.traces.collect $(ARGS)
+
+report-estimator: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.traces.report $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume

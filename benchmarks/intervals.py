@@ -1,6 +1,6 @@
 """Bootstrap intervals of figures over drafts, which are not independent: those of one request are drawn together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,22 +22,28 @@ class Interval:
         return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
-def of(statistic: Callable[[Integers], float], cluster: Integers, resamples: int = 300, seed: int = 0) -> Interval:
-    """Of `statistic(indices)`, where whole clusters are drawn with replacement.
+def resampled(cluster: Integers, resamples: int, seed: int = 0) -> Iterator[Integers]:
+    """Indices of the drafts of one bootstrap sample after the other: whole clusters, drawn with replacement.
 
     cluster: int [n], the cluster of every draft (a request, a prompt).
     """
     order = np.argsort(cluster, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(cluster[order])) + 1)
     rng = np.random.default_rng(seed)
-    draws = np.array(
-        [
-            statistic(np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))]))
-            for _ in range(resamples)
-        ]
-    )
-    low, high = np.nanquantile(draws, (0.025, 0.975))
-    return Interval(statistic(np.arange(len(cluster))), float(low), float(high))
+    for _ in range(resamples):
+        yield np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))])
+
+
+def around(value: float, draws: Floats) -> Interval:
+    """Of a figure whose values on the bootstrap samples are `draws`; samples without a value (NaN) do not count."""
+    low, high = (float("nan"),) * 2 if np.isnan(draws).all() else np.nanquantile(draws, (0.025, 0.975))
+    return Interval(value, float(low), float(high))
+
+
+def of(statistic: Callable[[Integers], float], cluster: Integers, resamples: int = 300, seed: int = 0) -> Interval:
+    """Of `statistic(indices)`, on the samples of `resampled`."""
+    draws = np.array([statistic(at) for at in resampled(cluster, resamples, seed)])
+    return around(statistic(np.arange(len(cluster))), draws)
 
 
 def of_mean(values: Floats, cluster: Integers, resamples: int = 2000, seed: int = 0) -> Interval:

@@ -116,7 +116,9 @@ def test_trace_in_smaller_batches_holds_the_same_rows() -> None:
     assert parts.features.shape == (2 * steps, 20, 7)
     assert whole.head is not None
     assert parts.head is not None
-    for a, b in ((whole.features, parts.features), (whole.head, parts.head), (whole.accepted, parts.accepted)):
+    assert {"prompt", "gap"} <= set(whole.extra)
+    pairs = [(whole.features, parts.features), (whole.head, parts.head), (whole.accepted, parts.accepted)]
+    for a, b in (*pairs, *((whole.extra[name], parts.extra[name]) for name in whole.extra)):
         assert np.array_equal(a[:, :20], b[:steps])
         assert np.array_equal(a[:, 20:40], b[steps:])
     with pytest.raises(ValueError, match="48 rows"):

@@ -59,7 +59,7 @@ class Sampler:
             best = argmax(logits)
             accepted = (live & (drafts == best[at])).cumprod(1).sum(1)
             return accepted, best[offsets[:-1] + accepted]
-        p = nucleus(logits / self.temperature, self.top_p)
+        p = self.target_law(logits)
         p_draft = p[at, drafts]
         q_draft = (draft_logits.gather(2, drafts[:, :, None])[:, :, 0] / self.temperature - log_normalisers).exp()
         u = torch.rand(drafts.shape, generator=self.generator, device=drafts.device)
@@ -74,6 +74,10 @@ class Sampler:
         target[rejected] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rejected])
         return accepted, self._pick(target)
 
+    def target_law(self, logits: Tensor) -> Tensor:
+        """Target logits [N, V] -> the probabilities that the output follows when sampling, [N, V]."""
+        return nucleus(logits / self.temperature, self.top_p)
+
     def _pick(self, weights: Tensor) -> Tensor:
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
 
@@ -83,9 +87,13 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     p = torch.softmax(logits, -1)
     if top_p == 1:
         return p
-    for size in (256, p.shape[1]):
-        top, at = p.topk(min(size, p.shape[1]), -1)
-        if bool((top.sum(-1) >= top_p).all()):
+    kept, rows = torch.zeros_like(p), torch.arange(len(p), device=p.device)
+    for size in (256, 4096, p.shape[1]):
+        top, at = p[rows].topk(min(size, p.shape[1]), -1)
+        inside = top.masked_fill(top.cumsum(-1) - top >= top_p, 0)
+        kept[rows] = torch.zeros_like(p[rows]).scatter_(1, at, inside / inside.sum(-1, keepdim=True))
+        # Few rows are so flat that their set is larger: only these are sorted as a whole.
+        rows = rows[top.sum(-1) < top_p]
+        if not len(rows):
             break
-    kept = top.masked_fill(top.cumsum(-1) - top >= top_p, 0)
-    return torch.zeros_like(p).scatter_(1, at, kept / kept.sum(-1, keepdim=True))
+    return kept

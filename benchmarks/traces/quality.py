@@ -8,7 +8,7 @@ passes are drawn anew from the exact acceptance probabilities, for the traces ar
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -24,7 +24,8 @@ Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 COLUMNS = ("workload", "row", "step", "pos", "f", "alpha", "accept")
-WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna")
+WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna", "summaries")
+EXTRA = ("prompt", "is_top1", "log_q_sampled", "entropy", "gap")
 BINS = 15
 SMALLEST = 1e-7  # probabilities are kept this far from 0 and 1 in a log-loss
 
@@ -35,7 +36,8 @@ class Trace:
 
     features: float32 [T, B, K], logit(q_max). alpha: float32 [T, B, K], exact acceptance probabilities.
     accepted: int64 [T, B], recorded verdicts. workload: int64 [T, B]. greedy: the drafts were the most likely tokens.
-    head: float32 [T, B, K], log-odds of a trained confidence head, where the trace has them.
+    head: float32 [T, B, K], log-odds of a trained confidence head, where the trace has them. extra: [T, B, K] by name,
+    those of EXTRA that the trace has.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Trace:
     workload: Integers
     greedy: bool
     head: npt.NDArray[np.float32] | None
+    extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def in_batches(self, rows: int) -> "Trace":
         """The same drafts with `rows` rows per step, one group of rows after the other; rows left over are dropped."""
@@ -64,6 +67,7 @@ class Trace:
             accepted=regroup(self.accepted),
             workload=regroup(self.workload),
             head=None if self.head is None else regroup(self.head),
+            extra={name: regroup(values) for name, values in self.extra.items()},
         )
 
 
@@ -83,7 +87,7 @@ def load(path: Path) -> Trace:
         missing = [name for name in COLUMNS if name not in file.files]
         if missing:
             raise ValueError(f"{path}: no column {', '.join(missing)}; benchmarks/traces/README.md has the format")
-        columns = {name: file[name] for name in (*COLUMNS, "conf") if name in file.files}
+        columns = {name: file[name] for name in (*COLUMNS, "conf", *EXTRA) if name in file.files}
     order = np.lexsort((columns["pos"], columns["row"], columns["step"]))
     steps, rows, positions = (len(np.unique(columns[name])) for name in ("step", "row", "pos"))
     if len(order) != steps * rows * positions:
@@ -102,6 +106,7 @@ def load(path: Path) -> Trace:
         workload=grid["workload"][..., 0].astype(np.int64),
         greedy=path.stem.endswith("_T0"),
         head=grid.get("conf"),
+        extra={name: grid[name] for name in EXTRA if name in grid},
     )
 
 
@@ -198,24 +203,21 @@ def sigmoid(z: Floats) -> Floats:
     return 1.0 / (1.0 + np.exp(-z))
 
 
-def offline_fit(labels: Labels, positions: int, ridge: float = 1e-3, tolerance: float = 1e-10) -> Floats:
-    """float64 [1 + K]: slope and intercepts of least log-loss, by full-batch Newton steps on all labels at once.
+def logistic_fit(design: Floats, observed: Floats, ridge: float = 1e-3, tolerance: float = 1e-10) -> Floats:
+    """Coefficients float64 [d] of least log-loss for design [n, d] and observed [n], by full-batch Newton steps.
 
     The ridge keeps a position without labels, or whose labels are all alike, from leaving for infinity.
     """
-    design = np.zeros((len(labels.feature), 1 + positions))
-    design[:, 0] = labels.feature
-    design[np.arange(len(design)), 1 + labels.position] = 1.0
-    theta = np.zeros(1 + positions)
+    theta = np.zeros(design.shape[1])
 
     def loss(at: Floats) -> float:
         z = design @ at
-        return float((np.logaddexp(0.0, z) - labels.observed * z).sum() + ridge / 2 * at @ at)
+        return float((np.logaddexp(0.0, z) - observed * z).sum() + ridge / 2 * at @ at)
 
     for _ in range(100):
         p = sigmoid(design @ theta)
-        gradient = design.T @ (labels.observed - p) - ridge * theta
-        step = np.linalg.solve(design.T @ (design * (p * (1 - p))[:, None]) + ridge * np.eye(1 + positions), gradient)
+        gradient = design.T @ (observed - p) - ridge * theta
+        step = np.linalg.solve(design.T @ (design * (p * (1 - p))[:, None]) + ridge * np.eye(len(theta)), gradient)
         now = loss(theta)
         while loss(theta + step) > now and abs(step).max() > tolerance:
             step /= 2
@@ -223,6 +225,16 @@ def offline_fit(labels: Labels, positions: int, ridge: float = 1e-3, tolerance: 
         if abs(step).max() <= tolerance:
             return theta
     raise RuntimeError(f"no offline fit within 100 Newton steps: the last one moved by {abs(step).max():.1e}")
+
+
+def shared_slope(feature: Floats, position: Integers, positions: int) -> Floats:
+    """The design [n, 1 + K] of one slope and an intercept per position."""
+    return np.column_stack([feature, position[:, None] == np.arange(positions)])
+
+
+def offline_fit(labels: Labels, positions: int, ridge: float = 1e-3, tolerance: float = 1e-10) -> Floats:
+    """float64 [1 + K]: slope and intercepts of least log-loss, on all labels at once."""
+    return logistic_fit(shared_slope(labels.feature, labels.position, positions), labels.observed, ridge, tolerance)
 
 
 def predict(theta: Floats, labels: Labels) -> Floats:

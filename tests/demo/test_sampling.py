@@ -54,6 +54,20 @@ def test_nucleus_keeps_the_smallest_set():
     assert int((nucleus(wide, 0.9) > 0).sum()) in (900, 901)
 
 
+def test_nucleus_of_a_row_does_not_depend_on_the_others(rng):
+    logits = torch.randn(4, 6000, generator=rng) * torch.tensor([[12.0], [3.0], [1.0], [0.1]])
+    together = nucleus(logits, 0.95)
+    sizes = (together > 0).sum(1).tolist()
+    assert 0 < sizes[0] < 256 < sizes[1] < 4096 < sizes[3]
+    p = torch.softmax(logits.double(), -1)
+    for row, size in enumerate(sizes):
+        torch.testing.assert_close(together[row : row + 1], nucleus(logits[row : row + 1], 0.95))
+        kept = p[row].topk(size).values
+        assert kept[:-1].sum() < 0.95 + 1e-5
+        assert kept.sum() > 0.95 - 1e-5
+        torch.testing.assert_close(together[row].topk(size).values.double(), kept / kept.sum(), rtol=1e-4, atol=1e-9)
+
+
 @pytest.mark.parametrize("temperature, top_p", [(-1.0, 0.9), (1e-3, 0.9), (1.0, 0.0), (1.0, 1.5)])
 def test_bad_settings_are_refused(temperature, top_p):
     with pytest.raises(ValueError, match=r"give temperature 0 \(greedy\) or at least 0.01, and 0 < top-p <= 1"):
