@@ -15,10 +15,10 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu test-sglang bench lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench report-online simulate lint clean
 
 help:
-	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
+	@echo "make demo | test | test-full | test-gpu | test-sglang | bench | report-online | simulate | lint | clean    (options: ARGS=... PYTHON=... VENV=... JOBS=...)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +67,13 @@ bench: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.kernels.run \
 		$(if $(wildcard $(SGLANG_VENV)/.ready),--sglang-python $(SGLANG_VENV)/bin/python) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest benchmarks/kernels -q --benchmark-max-time=0.2 --benchmark-columns=median,iqr,rounds
+
+# Both rewrite their section of docs/results.md, and go on where a stopped run of the same sources was.
+report-online: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.online.report --publish $(ARGS)
+
+simulate: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serving.simulate --publish $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume

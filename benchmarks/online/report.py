@@ -25,20 +25,23 @@ from rich.progress import Progress
 
 from av_triton import Settings
 from benchmarks import intervals, results
-from benchmarks.online import arms, compare, scenarios
+from benchmarks.online import compare, scenarios
 from benchmarks.online.compare import ARMS, Run
 from benchmarks.online.scenarios import Scenario
-from benchmarks.peers import adaptive_rule, budget
 from benchmarks.resume import Store
-from benchmarks.traces import quality
 from benchmarks.traces.quality import load
 from benchmarks.traces.replay import new_table
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+HERE = Path(__file__).parents[1]
 COMMAND = "make report-online"
-SOURCES = [Path(module.__file__) for module in (arms, compare, scenarios, adaptive_rule, budget, quality)]
+# What the stored results depend on.
+SOURCES = [
+    *(HERE / "online/arms.py", HERE / "online/compare.py", HERE / "online/scenarios.py"),
+    *(HERE / "peers/adaptive_rule.py", HERE / "peers/budget.py", HERE / "traces/quality.py"),
+]
 WIDTH = 120  # of the text in docs/results.md
 UNDRAWN = ("at rest", "4 rows", "budget")  # no more to see in their curves than in those of the cold start
 
@@ -177,7 +180,7 @@ def body(found: list[Result], seeds: int) -> str:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Folder of .npz traces.")] = Path(__file__).parents[1] / "traces/data",
+    folder: Annotated[Path, typer.Argument(help="Folder of .npz traces.")] = HERE / "traces/data",
     steps: Annotated[int, typer.Option(min=100, help="Steps of a cold start.")] = 400,
     seeds: Annotated[int, typer.Option(min=1, help="Streams of each scenario.")] = 3,
     only: Annotated[str, typer.Option(help="Only scenarios whose name has this in it.")] = "",
@@ -212,7 +215,7 @@ def main(
     table = new_table("Expected log-loss, nats per labelled draft", *COLUMNS)
     for result in found:
         table.add_row(*row(result), style=None if result.holds else "red")
-    console.print(table)
+    console.print(table, width=max(console.width, 150))
     (output / "online.csv").write_text(csv(found))
     picture(output / "online.png", found)
     console.print(f"written: {output / 'online.csv'}, {output / 'online.png'}", highlight=False)
