@@ -36,6 +36,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parents[1]
+DATA = HERE / "traces/data"
 COMMAND = "make report-online"
 # What the stored results depend on.
 SOURCES = [
@@ -46,6 +47,8 @@ WIDTH = 120  # of the text in docs/results.md
 UNDRAWN = ("at rest", "4 rows", "budget")  # no more to see in their curves than in those of the cold start
 
 console = Console()
+if not console.is_terminal:
+    console = Console(width=150)
 
 
 class Result:
@@ -163,10 +166,10 @@ def body(found: list[Result], seeds: int) -> str:
     why = (
         "Where ours is ahead: its first refit comes after 32 steps instead of 100 (cold start, budget, switch); "
         "greedy requests have coefficients of their own (greedy and sampled); a refit moves the slope by at most "
-        ".1 and an intercept by at most 2, where the peer has no bound (one-hot rows: their weight p (1 - p) is 0 "
-        "in float32, so that the step is the residual over the ridge); and one draft in a hundred is verified at "
-        "full depth whatever its score, without which the estimate of a position that is not verified never moves "
-        "again (starved position)."
+        ".1 and an intercept by at most 2, where the peer has no bound (one-hot rows: in float32 their weight p "
+        "(1 - p) is 0, their residual is not); and one draft in a hundred is verified at full depth whatever its "
+        "score, without which the estimate of a position that is not verified never moves again (starved "
+        "position)."
     )
     parts = [
         fill(what, WIDTH),
@@ -180,11 +183,13 @@ def body(found: list[Result], seeds: int) -> str:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Folder of .npz traces.")] = HERE / "traces/data",
+    folder: Annotated[Path, typer.Argument(help="Folder of .npz traces.")] = DATA,
     steps: Annotated[int, typer.Option(min=100, help="Steps of a cold start.")] = 400,
     seeds: Annotated[int, typer.Option(min=1, help="Streams of each scenario.")] = 3,
     only: Annotated[str, typer.Option(help="Only scenarios whose name has this in it.")] = "",
-    publish: Annotated[bool, typer.Option(help="Rewrite the section of docs/results.md, too.")] = False,
+    publish: Annotated[
+        bool, typer.Option(help="Rewrite the section of docs/results.md; needs all scenarios on the default traces.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Folder of the table (CSV) and the picture.")] = Path(
         "build/report-online"
     ),
@@ -215,11 +220,11 @@ def main(
     table = new_table("Expected log-loss, nats per labelled draft", *COLUMNS)
     for result in found:
         table.add_row(*row(result), style=None if result.holds else "red")
-    console.print(table, width=max(console.width, 150))
+    console.print(table)
     (output / "online.csv").write_text(csv(found))
     picture(output / "online.png", found)
     console.print(f"written: {output / 'online.csv'}, {output / 'online.png'}", highlight=False)
-    if publish:
+    if publish and folder == DATA and not only:
         results.publish("online", "Learning online, against the peer's rule", COMMAND, body(found, seeds))
         picture(results.PAGE.parent / "results-online.png", found)
 

@@ -53,6 +53,8 @@ PARITY = 0.98  # of the throughput with the offline fit
 WIDTH = 120  # of the text in docs/results.md
 
 console = Console()
+if not console.is_terminal:
+    console = Console(width=150)
 
 
 class Ratio:
@@ -283,7 +285,9 @@ def main(
     quick: Annotated[
         bool, typer.Option(help="2 seeds, 200 steps, 3 concurrencies, 1 deployment, no variants.")
     ] = False,
-    publish: Annotated[bool, typer.Option(help="Rewrite the section of docs/results.md, too.")] = False,
+    publish: Annotated[
+        bool, typer.Option(help="Rewrite the section of docs/results.md; needs a full run on the default traces.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Folder of the table (CSV) and the picture.")] = Path("build/simulate"),
 ) -> None:
     """Throughput of every way to verify, simulated on recorded acceptance at large deployments' step costs. Goes on
@@ -333,13 +337,12 @@ def main(
                     for base, before in zip(bases, plain, strict=True)
                 ]
                 varied.append([name, *map(str, ratios)])
-    wide = max(console.width, 150)
     for name, place in dict.fromkeys((server.trace.name, server.deployment.name) for server, _ in found):
         table = new_table(f"{name}, {place}", *COLUMNS)
         for server, speeds in found:
             if (server.trace.name, server.deployment.name) == (name, place):
                 table.add_row(*compared(server, speeds))
-        console.print(table, width=wide)
+        console.print(table)
     names = [trace.name for trace in simulation.traces]
     for title, columns, rows in (
         ("Below the best fixed length, against it", CAUSE_COLUMNS, why),
@@ -349,12 +352,12 @@ def main(
             table = new_table(title, *columns)
             for each in rows:
                 table.add_row(*each)
-            console.print(table, width=wide)
+            console.print(table)
     console.print(outcome(found, seeds), highlight=False)
     (output / "simulate.csv").write_text(csv(found))
     picture(output / "simulate.png", found)
     console.print(f"written: {output / 'simulate.csv'}, {output / 'simulate.png'}", highlight=False)
-    if publish:
+    if publish and traces == TRACES and not quick:
         results.publish("simulation", "At scale, simulated", COMMAND, body(found, seeds, why, varied, names))
         picture(results.PAGE.parent / "results-simulation.png", found)
 
