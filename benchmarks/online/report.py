@@ -168,8 +168,10 @@ def body(found: list[Result], seeds: int) -> str:
         "greedy requests have coefficients of their own (greedy and sampled); a refit moves the slope by at most "
         ".1 and an intercept by at most 2, where the peer has no bound (one-hot rows: in float32 their weight p "
         "(1 - p) is 0, their residual is not); and one draft in a hundred is verified at full depth whatever its "
-        "score, without which the estimate of a position that is not verified never moves again (starved "
-        "position)."
+        "score, without which the estimate of a position that is not verified stays where it is (starved "
+        "position). Requests that are new count as certain with the peer, so it does verify all of them where the "
+        "workload changes with the requests; its steps from the few labels without much weight have no bound, "
+        "though, and throw the intercept away (then all requests new)."
     )
     parts = [
         fill(what, WIDTH),

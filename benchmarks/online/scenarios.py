@@ -75,8 +75,9 @@ class Law:
     one_hot_alpha: float = 0.1
 
 
-def drawn(law: Law, seed: int) -> Iterator[Step]:
-    """Independent drafts with features from N(1, 2), as on the recorded traces, and requests that come and go."""
+def drawn(law: Law, seed: int, running: bool = False) -> Iterator[Step]:
+    """Independent drafts with features from N(1, 2), as on the recorded traces, and requests that come and go. At the
+    first step all are new, unless they are `running` already."""
     rng = np.random.default_rng(seed)
     shape, cluster = (ROWS, len(law.intercepts)), seed * ROWS + np.arange(ROWS)
     for number in itertools.count():
@@ -84,7 +85,7 @@ def drawn(law: Law, seed: int) -> Iterator[Step]:
         alpha = expit(law.slope * features + np.array(law.intercepts)).astype(np.float32)
         saturated = rng.random(ROWS) < law.one_hot
         features[saturated], alpha[saturated] = 40.0, law.one_hot_alpha
-        fresh = (rng.random(ROWS) < 1 / LIFETIME) | (number == 0)
+        fresh = (rng.random(ROWS) < 1 / LIFETIME) | (number == 0 and not running)
         yield Step(features, alpha, rng.random(shape, np.float32), np.zeros(ROWS, bool), fresh, cluster)
 
 
@@ -137,13 +138,14 @@ def all_of(traces: list[Trace], steps: int) -> list[Scenario]:
                 f"switch: {a.name} to humaneval",
                 lambda seed, a=a, b=b: switched(replayed(a, seed), replayed(b, seed + 1, first_cluster=1000), seed),
             )
-    add("switch: to a harder law", lambda seed: switched(drawn(EASY, seed), drawn(HARD, seed + 1), seed))
-    add(
-        "starved position",
-        lambda seed: switched(drawn(SHALLOW, seed), drawn(DEEP, seed + 1), seed),
-        cost=RISING,
-        strict=True,
-    )
+    add("switch: to a harder law", lambda seed: switched(drawn(EASY, seed), drawn(HARD, seed + 1, running=True), seed))
+    for name, running in (("starved position", True), ("starved position, then all requests new", False)):
+        add(
+            name,
+            lambda seed, r=running: switched(drawn(SHALLOW, seed), drawn(DEEP, seed + 1, running=r), seed),
+            cost=RISING,
+            strict=True,
+        )
     add("one-hot rows, 10 % accepted", lambda seed: take(drawn(ONE_HOT, seed), steps), strict=True)
     add("a third of the rows one-hot", lambda seed: take(drawn(THIRD_ONE_HOT, seed), steps), strict=True)
     for a, b in itertools.permutations(traces, 2):
