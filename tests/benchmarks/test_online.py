@@ -81,7 +81,8 @@ def test_a_fixed_budget_binds_both(traces):
 
 
 def test_predictions_come_before_the_verdict(traces):
-    step = take(replayed(traces[0], 0), 1).steps[0]
+    step = take(replayed(traces[1], 0), 1).steps[0]
     lucky = Step(step.features, step.alpha, np.zeros_like(step.uniform), step.greedy, step.fresh, step.cluster)
+    assert (lucky.accepted() != step.accepted()).any()
     for make in (lambda: Ours(48, 7, Settings(policy="fixed", fixed_budget=336)), lambda: Peer(48, 7, fixed=336)):
         np.testing.assert_array_equal(predictions(make(), [step]), predictions(make(), [lucky]))
