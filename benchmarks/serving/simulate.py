@@ -267,7 +267,11 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
     parts.append("![Throughput over that of the best fixed length](results-simulation.png)")
     for name, text in (
         ("peer", "The peer serves more than ours, for it does not explore (exploration 0 below), at"),
-        ("plain", "Plain decoding serves more than ours, which always drafts unless the drafter pays per position, at"),
+        (
+            "plain",
+            "Plain decoding serves more than ours, which never switches a block drafter off, and one that pays per "
+            "position only but for exploration, at",
+        ),
     ):
         points = [place_of(server) for server, speeds in found if below(speeds, name)]
         if points:
