@@ -299,6 +299,7 @@ def main(
     quick: Annotated[
         bool, typer.Option(help="2 seeds, 200 steps, 3 concurrencies, 1 deployment, no variants.")
     ] = False,
+    variants: Annotated[bool, typer.Option(help="Other settings and misjudged costs, too.")] = True,
     publish: Annotated[
         bool, typer.Option(help="Rewrite the section of docs/results.md; needs a full run on the default traces.")
     ] = False,
@@ -336,11 +337,11 @@ def main(
             bases = [each for each in servers if each.requests == VARIED and each.deployment is DEPLOYMENTS[0]]
             progress.update(
                 task, description="variants",
-                total=seeds * (len(servers) + len(short) * len(CAUSES) + len(bases) * len(VARIANTS)),
+                total=seeds * (len(servers) + len(short) * len(CAUSES) + variants * len(bases) * len(VARIANTS)),
             )  # fmt: skip
             why = [causes(simulation, *each, tick) for each in short]
             plain = [next(speeds["ours"] for each, speeds in found if each is base) for base in bases]
-            for name in VARIANTS:
+            for name in VARIANTS if variants else ():
                 ratios = [
                     Ratio(simulation.varied(base, name, False, tick), before)
                     for base, before in zip(bases, plain, strict=True)
