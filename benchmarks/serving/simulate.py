@@ -299,6 +299,7 @@ def main(
     quick: Annotated[
         bool, typer.Option(help="2 seeds, 200 steps, 3 concurrencies, 1 deployment, no variants.")
     ] = False,
+    most: Annotated[int, typer.Option(min=1, help="Only points of up to so many requests.")] = 512,
     variants: Annotated[bool, typer.Option(help="Other settings and misjudged costs, too.")] = True,
     publish: Annotated[
         bool, typer.Option(help="Rewrite the section of docs/results.md; needs a full run on the default traces.")
@@ -313,7 +314,12 @@ def main(
             f"no such trace: {', '.join(missing)}; give .npz files (benchmarks/traces/README.md)", style="red"
         )
         raise typer.Exit(2)
-    points = [(where, requests) for where, levels in zip(DEPLOYMENTS, CONCURRENCY, strict=True) for requests in levels]
+    points = [
+        (where, requests)
+        for where, levels in zip(DEPLOYMENTS, CONCURRENCY, strict=True)
+        for requests in levels
+        if requests <= most
+    ]
     if quick:
         steps, seeds, points = 200, 2, [(DEPLOYMENTS[0], requests) for requests in (1, 16, 256)]
     simulation = Simulation(Store(output, [*traces, *SOURCES]), traces, steps, seeds)
@@ -368,7 +374,9 @@ def main(
     picture(output / "simulate.png", found)
     console.print(f"written: {output / 'simulate.csv'}, {output / 'simulate.png'}", highlight=False)
     if publish and traces == TRACES and not quick:
-        results.publish("simulation", "At scale, simulated", COMMAND, body(found, seeds, why, varied, names))
+        arguments = (f"--most {most} " if most < 512 else "") + ("" if variants else "--no-variants")
+        command = COMMAND + (f' ARGS="{arguments.strip()}"' if arguments else "")
+        results.publish("simulation", "At scale, simulated", command, body(found, seeds, why, varied, names))
         picture(results.PAGE.parent / "results-simulation.png", found)
 
 
