@@ -266,7 +266,10 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
         parts += [f"{name}, {place}:", results.table(COLUMNS, rows)]
     parts.append("![Throughput over that of the best fixed length](results-simulation.png)")
     for name, text in (
-        ("peer", "The peer serves more than ours, for it does not explore (exploration 0 below), at"),
+        (
+            "peer",
+            "The peer serves more than ours, for it neither explores nor has a minimum gain below which all is verified, at",
+        ),
         (
             "plain",
             "Plain decoding serves more than ours, which never switches a block drafter off, and one that pays per "
