@@ -268,7 +268,8 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
     for name, text in (
         (
             "peer",
-            "The peer serves more than ours, for it neither explores nor has a minimum gain below which all is verified, at",
+            "The peer serves more than ours, for it neither explores nor has a minimum gain below which all is "
+            "verified, at",
         ),
         (
             "plain",
