@@ -15,11 +15,11 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving traces report-estimator lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving traces report-estimator report-online simulate lint clean
 
 help:
 	@echo "make demo | test | test-full | test-gpu | test-sglang | lint | clean"
-	@echo "make bench | bench-serving | traces | report-estimator"
+	@echo "make bench | bench-serving | traces | report-estimator | report-online | simulate"
 	@echo "options: ARGS=... PYTHON=... VENV=... JOBS=..."
 
 $(BIN)/python:
@@ -86,6 +86,13 @@ traces: $(VENV)/.ready-demo
 
 report-estimator: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.traces.report $(ARGS)
+
+# Both rewrite their section of docs/results.md, and go on where a stopped run of the same sources was.
+report-online: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.online.report --publish $(ARGS)
+
+simulate: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.serving.simulate --publish $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .resume

@@ -1,0 +1,388 @@
+"""What every way to verify would serve at large deployments' step costs, replayed on acceptance traces.
+
+    python -m benchmarks.serving.simulate [TRACE.npz ...] [--steps 400] [--seeds 3] [--quick] [--publish]
+
+The server, its costs and what counts as served are in server.py. Throughput is over the last two thirds of the steps,
+for the arms that learn start cold. Arms: every fixed length, and not drafting at all (plain); ours; ours with the
+coefficients of an offline fit of the same trace; the released peer's rule (benchmarks/peers/adaptive_rule.py); the
+oracle, which knows the true acceptance probabilities of the current step (a bound, not lossless).
+
+Where ours is below the best fixed length by more than the interval, it runs again with parts of it changed, to say why.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated
+
+import matplotlib
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from scipy import stats
+
+from benchmarks import results
+from benchmarks.online.arms import Step
+from benchmarks.resume import Store
+from benchmarks.serving.server import DEPLOYMENTS, Fixed, Server, misjudged, settings_for, traffic
+from benchmarks.traces.quality import Report, Trace, load, replay
+from benchmarks.traces.replay import new_table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Floats = npt.NDArray[np.float64]
+Speeds = dict[str, Floats]  # tokens per second by arm, one per seed
+Change = Callable[[Server], Server]
+
+HERE = Path(__file__).parents[1]
+TRACES = [HERE / "traces/data/A_gsm8k_T1.npz", HERE / "traces/data/B_humaneval_T1.npz"]
+# What the stored results depend on.
+SOURCES = [
+    *(HERE / "online/arms.py", HERE / "serving/server.py", HERE / "traces/quality.py"),
+    *(HERE / "peers/adaptive_rule.py", HERE / "peers/budget.py"),
+]
+COMMAND = "make simulate"
+CONCURRENCY = ((1, 4, 16, 64, 256, 512), (1, 16, 64, 256))  # by deployment
+VARIED = 16  # requests at which settings are varied
+PARITY = 0.98  # of the throughput with the offline fit
+WIDTH = 120  # of the text in docs/results.md
+
+console = Console()
+if not console.is_terminal:
+    console = Console(width=150)
+
+
+class Ratio:
+    """Mean of the ratios of two throughputs, and half the width of its 95 % interval over seeds (Student's t)."""
+
+    def __init__(self, above: Floats, below: Floats) -> None:
+        values = above / below
+        self.mean = float(values.mean())
+        self.half = float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
+
+    def __str__(self) -> str:
+        return f"{100 * (self.mean - 1):+.1f} ± {100 * self.half:.1f} %"
+
+
+def changed(**settings: object) -> Change:
+    return lambda base: replace(base, settings=msgspec.structs.replace(base.settings, **settings))
+
+
+def believing(factor: float) -> Change:
+    return lambda base: replace(base, planned=misjudged(base.deployment.table, factor))
+
+
+VARIANTS: dict[str, Change] = {
+    "exploration 0": changed(exploration=0.0),
+    "exploration .04": changed(exploration=0.04),
+    "exploration 0, minimum gain .01": changed(exploration=0.0, minimum_gain=0.01),
+    "a refit every 8 steps": changed(refit_interval=8),
+    "a refit every 128 steps": changed(refit_interval=128),
+    "the budget of two steps before": changed(lag=2),
+    "costs rise half as steeply as believed": believing(2.0),
+    "costs rise twice as steeply as believed": believing(0.5),
+}
+CAUSES = ("exploration 0", "exploration 0, minimum gain .01")
+
+
+class Simulation:
+    """Throughputs by (trace, deployment, requests, seed), computed once and kept in the store."""
+
+    def __init__(self, store: Store, paths: list[Path], steps: int, seeds: int) -> None:
+        self.store, self.steps, self.seeds = store, steps, seeds
+        self.traces = [load(path) for path in paths]
+        self.theta = {t.name: np.array(store.get(f"fit {t.name}", lambda t=t: offline(t))) for t in self.traces}  # type: ignore[misc]
+
+    def cell(
+        self,
+        server: Server,
+        name: str,
+        run: Callable[[list[Step], int], dict[str, float]],
+        tick: Callable[[], object],
+    ) -> Speeds:
+        """`run` on the stream of every seed; it gets the steps and the first that counts."""
+        found = []
+        for seed in range(self.seeds):
+            key = f"{name}: {place_of(server)}, {self.steps} steps, seed {seed}"
+
+            def make(seed: int = seed) -> dict[str, float]:
+                steps = list(traffic(server.trace, server.requests, self.steps, seed))
+                return run(steps, self.steps // 3)
+
+            found.append(self.store.get(key, make))
+            tick()
+        return {arm: np.array([each[arm] for each in found]) for arm in found[0]}
+
+    def speeds(self, server: Server, tick: Callable[[], object]) -> Speeds:
+        """Of all arms."""
+
+        def run(steps: list[Step], first: int) -> dict[str, float]:
+            most, stepwise = server.oracle(steps[first:])
+            served = {f"fixed {n}": server.serve(Fixed(n), steps, first) for n in range(1, server.positions + 1)}
+            return served | {
+                "plain": server.serve(Fixed(0), steps, first),
+                "ours": server.serve(server.ours(), steps, first),
+                "offline fit": server.serve(server.ours(self.theta[server.trace.name]), steps, first),
+                "peer": server.serve(server.peer(), steps, first),
+                "oracle": most,
+                "oracle step by step": stepwise,
+            }
+
+        return self.cell(server, "arms", run, tick)
+
+    def varied(self, server: Server, name: str, offline: bool, tick: Callable[[], object]) -> Floats:
+        """Of ours after a change, learning or with the offline fit."""
+        other = VARIANTS[name](server)
+        theta = self.theta[server.trace.name] if offline else None
+
+        def run(steps: list[Step], first: int) -> dict[str, float]:
+            return {"ours": other.serve(other.ours(theta), steps, first)}
+
+        return self.cell(server, f"{name}{', offline fit' if offline else ''}", run, tick)["ours"]
+
+
+def offline(trace: Trace) -> list[float]:
+    """Slope and intercepts of least log-loss, for the trace's own stratum and positions."""
+    return Report.of(replay(trace, 20)).theta.tolist()
+
+
+def best_fixed(speeds: Speeds) -> str:
+    return max((name for name in speeds if name.startswith("fixed")), key=lambda name: float(speeds[name].mean()))
+
+
+AGAINST = ("best fixed", "fixed 7", "plain", "offline fit", "peer", "oracle")
+Found = list[tuple[Server, Speeds]]
+
+
+def compared(server: Server, speeds: Speeds) -> list[str]:
+    """Ours against each of `AGAINST`."""
+    best = best_fixed(speeds)
+    ratios = [str(Ratio(speeds["ours"], speeds[best if name == "best fixed" else name])) for name in AGAINST]
+    return [str(server.requests), f"{speeds['ours'].mean():,.0f}", best.removeprefix("fixed "), *ratios]
+
+
+COLUMNS = ("requests", "tokens/s", "best K", *(f"ours / {name}" for name in AGAINST))
+
+
+def below(speeds: Speeds, other: str) -> bool:
+    """Ours is below the other by more than the interval."""
+    ratio = Ratio(speeds["ours"], speeds[other])
+    return ratio.mean + ratio.half < 1 - 1e-6
+
+
+def behind(found: Found) -> Found:
+    """The points at which ours is below the best fixed length."""
+    return [(server, speeds) for server, speeds in found if below(speeds, best_fixed(speeds))]
+
+
+def place_of(server: Server) -> str:
+    return f"{server.trace.name}, {server.deployment.name}, {server.requests} requests"
+
+
+def causes(simulation: Simulation, server: Server, speeds: Speeds, tick: Callable[[], object]) -> list[str]:
+    """Arms against the best fixed length, from ours to what the true probabilities would give."""
+    best = speeds[best_fixed(speeds)]
+    changes = [str(Ratio(simulation.varied(server, name, True, tick), best)) for name in CAUSES]
+    shown = [str(Ratio(speeds[name], best)) for name in ("ours", "offline fit")]
+    bounds = [str(Ratio(speeds[name], best)) for name in ("oracle step by step", "oracle")]
+    return [server.trace.name, server.deployment.name, str(server.requests), *shown, *changes, *bounds]
+
+
+CAUSE_COLUMNS = (
+    "trace", "deployment", "requests", "ours", "offline fit", *(f"offline fit, {name}" for name in CAUSES),
+    "oracle step by step", "oracle",
+)  # fmt: skip
+
+
+def csv(found: Found) -> str:
+    lines = ["trace,deployment,requests,arm,seed,tokens_per_second"]
+    for server, speeds in found:
+        point = f"{server.trace.name},{server.deployment.name},{server.requests}"
+        for name, values in speeds.items():
+            lines += [f"{point},{name},{seed},{value:.2f}" for seed, value in enumerate(values)]
+    return "\n".join(lines) + "\n"
+
+
+def picture(path: Path, found: Found) -> None:
+    """Throughput over that of the best fixed length, by concurrency."""
+    names = list(dict.fromkeys(server.trace.name for server, _ in found))
+    places = list(dict.fromkeys(server.deployment.name for server, _ in found))
+    figure, panels = plt.subplots(
+        len(places), len(names), figsize=(5 * len(names), 3.6 * len(places)), layout="constrained", squeeze=False
+    )
+    for line, place in zip(panels, places, strict=True):
+        for panel, name in zip(line, names, strict=True):
+            points = [each for each in found if (each[0].deployment.name, each[0].trace.name) == (place, name)]
+            for arm in ("fixed 1", "fixed 3", "fixed 7", "plain", "peer", "offline fit", "ours", "oracle"):
+                heights = [speeds[arm].mean() / speeds[best_fixed(speeds)].mean() for _, speeds in points]
+                style = {"ours": "-", "oracle": ":"}.get(arm, "--")
+                panel.plot([server.requests for server, _ in points], heights, style, marker=".", label=arm)
+            panel.axhline(1, color="grey", linewidth=0.8)
+            panel.set(title=f"{name}, {place}", xscale="log", xlabel="requests", ylabel="× best fixed length")
+    panels[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def outcome(found: Found, seeds: int) -> str:
+    """Whether what has to hold does."""
+    parity = [Ratio(speeds["ours"], speeds["offline fit"]).mean for _, speeds in found]
+    fixed = [Ratio(speeds["ours"], speeds[best_fixed(speeds)]).mean for _, speeds in found]
+    short = behind(found)
+    points = [place_of(server) for server, _ in short]
+    return (
+        f"{len(found)} points, {seeds} seeds. Against the same planner with the offline fit ours serves "
+        f"{100 * min(parity) - 100:+.1f} to {100 * max(parity) - 100:+.1f} %, at least -2 % at "
+        f"{sum(ratio >= PARITY for ratio in parity)} points; against the best fixed length, not known beforehand, "
+        f"{100 * min(fixed) - 100:+.1f} to {100 * max(fixed) - 100:+.1f} %, below it by more than the interval at "
+        f"{len(short)} points" + (f": {'; '.join(points)}." if points else ".")
+    )
+
+
+def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]], names: list[str]) -> str:
+    """The section of docs/results.md."""
+    what = (
+        "Recorded acceptance (`benchmarks/traces/data`: A an autoregressive drafter, which pays per position, "
+        "B a block drafter) replayed against the step costs of two deployments "
+        "(`benchmarks/serving/server.py`): the sizes that SGLang prints when it profiles its steps at "
+        "start-up, and one whose verification costs the same up to 256 tokens. Simulated: no kernel, "
+        "scheduler or trimming overhead is in it. Throughput, over the last two thirds of the steps, ours "
+        "starting cold, relative to: the best fixed length of each point, the fixed length 7, plain decoding, "
+        "the same planner with an offline fit of the trace, the rule of vLLM 0.33.0, and an oracle that knows "
+        "the true acceptance probabilities (a bound, not lossless). Mean and 95 % interval over seeds."
+    )
+    parts = [fill(what, WIDTH), fill(outcome(found, seeds), WIDTH)]
+    for name, place in dict.fromkeys((server.trace.name, server.deployment.name) for server, _ in found):
+        rows = [
+            compared(server, speeds)
+            for server, speeds in found
+            if (server.trace.name, server.deployment.name) == (name, place)
+        ]
+        parts += [f"{name}, {place}:", results.table(COLUMNS, rows)]
+    parts.append("![Throughput over that of the best fixed length](results-simulation.png)")
+    for name, text in (
+        (
+            "peer",
+            "The peer serves more than ours, for it neither explores nor has a minimum gain below which all is "
+            "verified, at",
+        ),
+        (
+            "plain",
+            "Plain decoding serves more than ours, which never switches a block drafter off, and one that pays per "
+            "position only but for exploration, at",
+        ),
+    ):
+        points = [place_of(server) for server, speeds in found if below(speeds, name)]
+        if points:
+            parts.append(fill(f"{text}: {'; '.join(points)}.", WIDTH))
+    if why:
+        text = (
+            "Where ours is below the best fixed length, against that length. From left to right: ours and the "
+            "offline fit differ by what learning costs; the first change takes out what exploration costs, the "
+            "second also the minimum gain of 4 % below which nothing is trimmed, for trimming has a price that is "
+            "not simulated. The two oracles differ by what the planner's criterion costs, tokens per millisecond "
+            "of each step alone. What is left is the feature and the lag: budget and draft depth come from the "
+            "scores of the step before, and a fixed length has no scores to be misled by."
+        )
+        parts += [fill(text, WIDTH), results.table(CAUSE_COLUMNS, why)]
+    if varied:
+        title = f"Ours with other settings, against ours; {DEPLOYMENTS[0].name}, {VARIED} requests:"
+        parts += [title, results.table(("change", *names), varied)]
+    return "\n\n".join(part.rstrip() for part in parts)
+
+
+def main(
+    traces: Annotated[list[Path], typer.Argument(help="Traces (.npz); default: one of each drafter.")] = TRACES,
+    steps: Annotated[int, typer.Option(min=60, help="Steps of each run.")] = 400,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each arm.")] = 3,
+    quick: Annotated[
+        bool, typer.Option(help="2 seeds, 200 steps, 3 concurrencies, 1 deployment, no variants.")
+    ] = False,
+    most: Annotated[int, typer.Option(min=1, help="Only points of up to so many requests.")] = 512,
+    variants: Annotated[bool, typer.Option(help="Other settings and misjudged costs, too.")] = True,
+    publish: Annotated[
+        bool, typer.Option(help="Rewrite the section of docs/results.md; needs a full run on the default traces.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="Folder of the table (CSV) and the picture.")] = Path("build/simulate"),
+) -> None:
+    """Throughput of every way to verify, simulated on recorded acceptance at large deployments' step costs. Goes on
+    where a stopped run of the same sources was."""
+    missing = [str(path) for path in traces if not path.is_file()]
+    if missing:
+        console.print(
+            f"no such trace: {', '.join(missing)}; give .npz files (benchmarks/traces/README.md)", style="red"
+        )
+        raise typer.Exit(2)
+    points = [
+        (where, requests)
+        for where, levels in zip(DEPLOYMENTS, CONCURRENCY, strict=True)
+        for requests in levels
+        if requests <= most
+    ]
+    if quick:
+        steps, seeds, points = 200, 2, [(DEPLOYMENTS[0], requests) for requests in (1, 16, 256)]
+    simulation = Simulation(Store(output, [*traces, *SOURCES]), traces, steps, seeds)
+    servers = [
+        Server(trace, where, requests, settings_for(trace)) for trace in simulation.traces for where, requests in points
+    ]
+    found: Found = []
+    why: list[list[str]] = []
+    varied: list[list[str]] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=len(servers) * seeds)
+
+        def tick() -> None:
+            progress.advance(task)
+
+        for server in servers:
+            progress.update(task, description=place_of(server))
+            found.append((server, simulation.speeds(server, tick)))
+        if not quick:
+            short = behind(found)
+            bases = [each for each in servers if each.requests == VARIED and each.deployment is DEPLOYMENTS[0]]
+            progress.update(
+                task, description="variants",
+                total=seeds * (len(servers) + len(short) * len(CAUSES) + variants * len(bases) * len(VARIANTS)),
+            )  # fmt: skip
+            why = [causes(simulation, *each, tick) for each in short]
+            plain = [next(speeds["ours"] for each, speeds in found if each is base) for base in bases]
+            for name in VARIANTS if variants else ():
+                ratios = [
+                    Ratio(simulation.varied(base, name, False, tick), before)
+                    for base, before in zip(bases, plain, strict=True)
+                ]
+                varied.append([name, *map(str, ratios)])
+    for name, place in dict.fromkeys((server.trace.name, server.deployment.name) for server, _ in found):
+        table = new_table(f"{name}, {place}", *COLUMNS)
+        for server, speeds in found:
+            if (server.trace.name, server.deployment.name) == (name, place):
+                table.add_row(*compared(server, speeds))
+        console.print(table)
+    names = [trace.name for trace in simulation.traces]
+    for title, columns, rows in (
+        ("Below the best fixed length, against it", CAUSE_COLUMNS, why),
+        (f"Ours with other settings, against ours, {VARIED} requests", ("change", *names), varied),
+    ):
+        if rows:
+            table = new_table(title, *columns)
+            for each in rows:
+                table.add_row(*each)
+            console.print(table)
+    console.print(outcome(found, seeds), highlight=False)
+    (output / "simulate.csv").write_text(csv(found))
+    picture(output / "simulate.png", found)
+    console.print(f"written: {output / 'simulate.csv'}, {output / 'simulate.png'}", highlight=False)
+    if publish and traces == TRACES and not quick:
+        arguments = (f"--most {most} " if most < 512 else "") + ("" if variants else "--no-variants")
+        command = COMMAND + (f' ARGS="{arguments.strip()}"' if arguments else "")
+        results.publish("simulation", "At scale, simulated", command, body(found, seeds, why, varied, names))
+        picture(results.PAGE.parent / "results-simulation.png", found)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,113 @@
+"""The simulated server: what it counts, against an example worked out by hand, and its bounds."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from av_triton import CostTable, Settings
+from benchmarks.online.arms import Step
+from benchmarks.resume import Store
+from benchmarks.serving import simulate
+from benchmarks.serving.server import DEPLOYMENTS, Deployment, Fixed, Server, misjudged, settings_for, traffic
+from benchmarks.traces.quality import Trace, load
+
+DATA = Path(__file__).parents[2] / "benchmarks/traces/data"
+
+
+def step(alpha: list[list[float]]) -> Step:
+    rows = len(alpha)
+    values = np.array(alpha, np.float32)
+    kind = np.zeros(rows, bool)
+    return Step(np.zeros_like(values), values, np.full_like(values, 0.5), kind, kind, np.arange(rows))
+
+
+@pytest.fixture
+def two_steps():
+    """Two requests, two positions; a step costs 4 ms of drafting, and 10 + n ms of verifying n tokens."""
+    table = CostTable(draft=[(1, 2.0), (2, 4.0)], verify=[(1, 11.0), (100, 110.0)])
+    values = np.zeros((1, 2, 2), np.float32)
+    trace = Trace("hand", values, values, np.zeros((1, 2), np.int64), np.zeros((1, 2), np.int64), False, None)
+    server = Server(trace, Deployment("hand", table), 2, Settings())
+    return server, [step([[1.0, 0.5], [0.5, 0.5]]), step([[0.0, 1.0], [0.25, 1.0]])]
+
+
+def test_tokens_and_milliseconds_by_hand(two_steps):
+    server, steps = two_steps
+    # Both drafts: 2 + 1 + .5 + .5 + .25 and 2 + 0 + 0 + .25 + .25 tokens, twice 4 + 16 ms.
+    assert server.serve(Fixed(2), steps) == pytest.approx(1e3 * (4.25 + 2.5) / 40)
+    assert server.serve(Fixed(1), steps) == pytest.approx(1e3 * (3.5 + 2.25) / 36)
+    assert server.serve(Fixed(0), steps) == pytest.approx(1e3 * 4 / 24)  # nothing is drafted
+    assert server.serve(Fixed(2), steps, first=1) == pytest.approx(1e3 * 2.5 / 20)
+
+
+def test_a_drafter_that_pays_per_position(two_steps):
+    server, steps = two_steps
+    server = Server(server.trace, server.deployment, 2, Settings(autoregressive=True))
+    assert server.serve(Fixed(1), steps) == pytest.approx(1e3 * (3.5 + 2.25) / (2 * (2 + 14)))
+
+
+def test_the_oracle_by_hand(two_steps):
+    """Step 1: all four (4.25 / 20); step 2: two (2.5 / 18), for the others are never accepted."""
+    server, steps = two_steps
+    most, stepwise = server.oracle(steps)
+    assert stepwise == pytest.approx(1e3 * (4.25 + 2.5) / (20 + 18))
+    assert most == pytest.approx(1e3 * (4.25 + 2.5) / (20 + 18))
+
+
+def test_step_by_step_is_not_always_best():
+    """A draft costs 1 ms on top of 10. Accepted with .12 it raises its own step's ratio, 1.12 / 11 > 1 / 10, but not
+    that of both: 3.12 / 22 < 3 / 21."""
+    table = CostTable(draft=[(1, 1e-9)], verify=[(1, 10.0), (2, 11.0), (3, 100.0)])
+    values = np.zeros((1, 1, 2), np.float32)
+    trace = Trace("hand", values, values, np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), False, None)
+    server = Server(trace, Deployment("hand", table), 1, Settings())
+    most, stepwise = server.oracle([step([[1.0, 0.0]]), step([[0.12, 0.0]])])
+    assert stepwise == pytest.approx(1e3 * 3.12 / 22)
+    assert most == pytest.approx(1e3 * 3 / 21)
+
+
+@pytest.mark.parametrize("name", ["A_gsm8k_T1", "B_humaneval_T1"])
+@pytest.mark.parametrize("requests", [1, 24])
+def test_no_arm_serves_more_than_the_oracle(name, requests):
+    trace = load(DATA / f"{name}.npz")
+    server = Server(trace, DEPLOYMENTS[0], requests, settings_for(trace))
+    steps = list(traffic(trace, requests, 40, 0))
+    arms = [server.ours(), server.ours(np.array([0.6, *[-0.2] * 7])), server.peer(), *map(Fixed, range(1, 8))]
+    most, stepwise = server.oracle(steps[10:])
+    assert most >= stepwise
+    assert all(server.serve(arm, steps, 10) <= most * (1 + 1e-9) for arm in arms)
+
+
+def test_the_stream_is_its_seed():
+    trace = load(DATA / "B_humaneval_T1.npz")
+    runs = [list(traffic(trace, 8, 5, seed)) for seed in (0, 0, 1)]
+    assert all(np.array_equal(a.uniform, b.uniform) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not np.array_equal(runs[0][0].uniform, runs[2][0].uniform)
+
+
+def test_misjudged_costs_pivot_at_the_smallest_size():
+    table = CostTable(draft=[(1, 1.0)], verify=[(8, 10.0), (16, 14.0)])
+    assert misjudged(table, 0.5).verify == [(8, 10.0), (16, 12.0)]
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    store = Store(tmp_path, [])
+    assert store.get("a", lambda: [1.5]) == [1.5]
+    with store.path.open("a") as file:
+        file.write('["b", [2')  # stopped while it was writing
+    again = Store(tmp_path, [])
+    assert again.get("a", pytest.fail) == [1.5]
+    changed = tmp_path / "input"
+    changed.write_text("")
+    assert Store(tmp_path, [changed]).path != store.path
+
+
+def test_the_command(tmp_path):
+    app = Typer()
+    app.command()(simulate.main)
+    shown = CliRunner().invoke(app, [str(tmp_path / "none.npz")])
+    assert shown.exit_code == 2
+    assert "no such trace" in shown.output
