@@ -292,7 +292,7 @@ def main(
     shutil.copy(out / "estimator.png", page.parent / "results-estimator.png")
     console.print(f"{page}: section Estimator\n")
     for folder, some in given.items():
-        report(some, str(folder), out / folder.resolve().name)
+        report(some, str(folder), out / "-".join(folder.resolve().parts[-2:]))
 
 
 if __name__ == "__main__":

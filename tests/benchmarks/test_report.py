@@ -193,7 +193,7 @@ def test_command(tmp_path, monkeypatch, few_resamples):
     assert head[:5] == ["traces", "feature", "AUC", "AUC low", "AUC high"]
     assert first[:2] == ["block, T = 1", "logit(q_max)"]
     assert float(first[3]) < float(first[2]) < float(first[4])
-    assert (tmp_path / "out" / "more" / "coefficients.csv").exists()
+    assert (tmp_path / "out" / f"{tmp_path.name}-more" / "coefficients.csv").exists()
     (tmp_path / "empty").mkdir()
     status, output = run(tmp_path / "empty")
     assert status == 2
