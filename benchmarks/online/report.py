@@ -137,9 +137,9 @@ def behind(found: list[Result]) -> list[str]:
         return []
     rows = [(result.scenario.name, signed(result.difference), signed(result.minus_peer(2))) for result in worse]
     text = (
-        "Where the peer is ahead: a refit learns from the labels since the last one alone, so its noise is about "
-        "(K + 1) / (2 n) nats at n labels per refit. The peer's cycle of 100 steps has three times the labels of "
-        f"ours of {Settings().refit_interval}. With its refit interval ours differs by:"
+        "Where the peer is ahead: its cycle of 100 steps has three times the labels of ours of "
+        f"{Settings().refit_interval}; ours is a running mean over {Settings().memory:g} cycles, which weighs the last "
+        "steps more. With the peer's refit interval ours differs by:"
     )
     return [fill(text, WIDTH), results.table(("scenario", "ours - peer", "ours at its interval - peer"), rows)]
 
