@@ -94,8 +94,8 @@ class KernelCase(msgspec.Struct, frozen=True):
         """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
         limits = LIMITS[self.name]
         if self.signature.get("tokens", "constexpr") != "constexpr" and self.name == "logit_max_kernel":
-            # The argmax takes one more: it notes the block in which a lane's maximum was met.
-            limits = msgspec.structs.replace(limits, per_logit=limits.per_logit + 1)
+            # The argmax takes one more, and registers: it notes the block in which a lane's maximum was met.
+            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 1)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
