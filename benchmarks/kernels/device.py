@@ -179,7 +179,7 @@ def plan_grid(device: torch.device, rounds: int, calls: int) -> list[Comparison]
         for what, arms in cases.items():
             ours, *peers = arms
             # SGLang counts the anchor.
-            wrong = {name: off("the result", arms[name]() - (name == "SGLang"), arms[ours](), 0) for name in peers}
+            wrong = {name: off("the result", arms[name]() - int(name == "SGLang"), arms[ours](), 0) for name in peers}
             found += _compare(what, f"{rows} x {positions}", arms, wrong, rounds, calls, device)
     return found
 

@@ -71,6 +71,12 @@ def test_a_wrong_token_is_found(monkeypatch):
     assert found["sample and score"].startswith("the token is off")
 
 
+def test_the_peers_plan_as_ours():
+    found = device.plan_grid(torch.device("cpu"), 1, 1)
+    assert {"segmented_topk", "choose_budget"} <= {c.what for c in found}
+    assert not any(c.wrong for c in found)
+
+
 def test_a_wrong_step_is_found(monkeypatch):
     (right,) = device.learn_grid(torch.device("cpu"), 1, 1)
     assert right.wrong == ""
