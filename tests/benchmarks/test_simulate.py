@@ -8,6 +8,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from av_triton import CostTable, Settings
+from benchmarks import results
 from benchmarks.online.arms import Step
 from benchmarks.resume import Store
 from benchmarks.serving import simulate
@@ -93,13 +94,18 @@ def test_misjudged_costs_pivot_at_the_smallest_size():
     assert misjudged(table, 0.5).verify == [(8, 10.0), (16, 12.0)]
 
 
-def test_a_stopped_run_goes_on(tmp_path):
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     store = Store(tmp_path, [])
     assert store.get("a", lambda: [1.5]) == [1.5]
     with store.path.open("a") as file:
         file.write('["b", [2')  # stopped while it was writing
     again = Store(tmp_path, [])
     assert again.get("a", pytest.fail) == [1.5]
+    assert again.get("b", lambda: [2]) == [2]
+    third = Store(tmp_path, [])
+    assert [third.get(key, pytest.fail) for key in "ab"] == [[1.5], [2]]
+    monkeypatch.setattr(results, "versions", lambda: "numpy 9")
+    assert Store(tmp_path, []).path != store.path
     changed = tmp_path / "input"
     changed.write_text("")
     assert Store(tmp_path, [changed]).path != store.path
