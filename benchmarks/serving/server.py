@@ -26,6 +26,7 @@ from benchmarks.traces.quality import Trace
 Floats = npt.NDArray[np.float64]
 
 LIFETIME = 60  # steps of a request, on average
+AUTOREGRESSIVE, BLOCK = ("A", "layer-skip"), ("B", "block")  # pairs of traces (benchmarks/traces/README.md)
 CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 1025, 32)]
 
 
@@ -139,12 +140,13 @@ class Server:
         return 1e3 * tokens / milliseconds
 
     def choices(self, step: Step) -> tuple[Floats, Floats]:
-        """(tokens, ms) of the best `n` drafts by true survival, for every n and every depth the drafter may take."""
+        """(tokens, ms) of the best `n` drafts by true survival, for every n and every depth the drafter may take, 0 for
+        no drafting among them."""
         s = survival(step)
         order = np.argsort(-s, axis=None, kind="stable")
         ranked, position = s.ravel()[order], order % self.positions
         tokens, milliseconds = [], []
-        for depth in range(self.positions + 1) if self.settings.autoregressive else (self.positions,):
+        for depth in range(self.positions + 1) if self.settings.autoregressive else (0, self.positions):
             gained = np.concatenate(([0.0], np.cumsum(ranked[position < depth])))
             tokens.append(self.requests + gained)
             milliseconds.append(self.milliseconds(depth, 0) - self.true_costs[1][0] + self.true_costs[1][: len(gained)])
@@ -153,9 +155,9 @@ class Server:
     def oracle(self, steps: Sequence[Step], tolerance: float = 1e-9) -> tuple[float, float]:
         """Tokens per second where the true survivals of the current step are known; neither is lossless.
 
-        (at most: no choice of drafts serves more over all these steps, for every step maximises tokens - rate * ms at
-        the best rate there is (Dinkelbach's iteration); step by step: tokens / ms of each step alone, the planner's
-        criterion).
+        (at most: no choice of drafts, or of none, serves more over all these steps, for every step maximises
+        tokens - rate * ms at the best rate there is (Dinkelbach's iteration); step by step: tokens / ms of each step
+        alone, the planner's criterion).
         """
         picks = []
         for step in steps:
@@ -175,8 +177,14 @@ class Server:
 
 
 def settings_for(trace: Trace) -> Settings:
-    """A_*: an autoregressive drafter, which pays per position; B_*: a block drafter (benchmarks/traces/README.md)."""
-    return Settings(autoregressive=trace.name.startswith("A"))
+    """By the trace's pair: an autoregressive drafter pays per position. ValueError where the pair is not known."""
+    pair = trace.name.partition("_")[0]
+    if pair not in AUTOREGRESSIVE + BLOCK:
+        raise ValueError(
+            f"{trace.name}: whether drafter {pair!r} pays per position is not known; let the trace's name begin with "
+            f"one of {', '.join(AUTOREGRESSIVE)} (it does) and {', '.join(BLOCK)} (it does not), and _"
+        )
+    return Settings(autoregressive=pair in AUTOREGRESSIVE)
 
 
 def misjudged(table: CostTable, factor: float) -> CostTable:

@@ -65,14 +65,15 @@ def best_fixed(speeds: Speeds) -> str:
 
 
 CAUSES = ("exploration 0", "exploration 0, minimum gain .01")  # of VARIANTS
-AGAINST = ("best fixed", "fixed 7", "plain", "offline fit", "peer", "oracle")
+AGAINST = ("best fixed", "fixed K", "plain", "offline fit", "peer", "oracle")
 Found = list[tuple[Server, Speeds]]
 
 
 def compared(server: Server, speeds: Speeds) -> list[str]:
     """Ours against each of `AGAINST`."""
     best = best_fixed(speeds)
-    ratios = [str(Ratio(speeds["ours"], speeds[best if name == "best fixed" else name])) for name in AGAINST]
+    fixed = {"best fixed": best, "fixed K": f"fixed {server.positions}"}
+    ratios = [str(Ratio(speeds["ours"], speeds[fixed.get(name, name)])) for name in AGAINST]
     return [str(server.requests), f"{speeds['ours'].mean():,.0f}", best.removeprefix("fixed "), *ratios]
 
 
@@ -124,7 +125,9 @@ def picture(path: Path, found: Found) -> None:
     for line, place in zip(panels, places, strict=True):
         for panel, name in zip(line, names, strict=True):
             points = [each for each in found if (each[0].deployment.name, each[0].trace.name) == (place, name)]
-            for arm in ("fixed 1", "fixed 3", "fixed 7", "plain", "peer", "offline fit", "ours", "oracle"):
+            positions = points[0][0].positions
+            fixed = [f"fixed {n}" for n in sorted({1, 3, positions}) if n <= positions]
+            for arm in (*fixed, "plain", "peer", "offline fit", "ours", "oracle"):
                 heights = [speeds[arm].mean() / speeds[best_fixed(speeds)].mean() for _, speeds in points]
                 style = {"ours": "-", "oracle": ":"}.get(arm, "--")
                 panel.plot([server.requests for server, _ in points], heights, style, marker=".", label=arm)
@@ -158,7 +161,7 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
         "(`benchmarks/serving/server.py`): the sizes that SGLang prints when it profiles its steps at "
         "start-up, and one whose verification costs the same up to 256 tokens. Simulated: no kernel, "
         "scheduler or trimming overhead is in it. Throughput, over the last two thirds of the steps, ours "
-        "starting cold, relative to: the best fixed length of each point, the fixed length 7, plain decoding, "
+        "starting cold, relative to: the best fixed length of each point, the fixed length K = 7, plain decoding, "
         "the same planner with an offline fit of the trace, the rule of vLLM 0.33.0, and an oracle that knows "
         "the true acceptance probabilities (a bound, not lossless). Mean and 95 % interval over seeds."
     )
@@ -232,9 +235,16 @@ def main(
     ]
     if quick:
         steps, seeds, points = 200, 2, [(DEPLOYMENTS[0], requests) for requests in (1, 16, 256)]
-    simulation = Simulation(Store(output, [*traces, *SOURCES]), traces, steps, seeds)
+    try:
+        simulation = Simulation(Store(output, [*traces, *SOURCES]), traces, steps, seeds)
+        settings = [settings_for(trace) for trace in simulation.traces]
+    except ValueError as error:
+        console.print(str(error), style="red", markup=False)
+        raise typer.Exit(2) from None
     servers = [
-        Server(trace, where, requests, settings_for(trace)) for trace in simulation.traces for where, requests in points
+        Server(trace, where, requests, each)
+        for trace, each in zip(simulation.traces, settings, strict=True)
+        for where, requests in points
     ]
     found: Found = []
     why: list[list[str]] = []

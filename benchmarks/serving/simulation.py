@@ -46,6 +46,9 @@ class Simulation:
     def __init__(self, store: Store, paths: list[Path], steps: int, seeds: int) -> None:
         self.store, self.steps, self.seeds = store, steps, seeds
         self.traces = [load(path) for path in paths]
+        names = [trace.name for trace in self.traces]
+        if len(set(names)) < len(names):
+            raise ValueError(f"traces of equal names, {', '.join(names)}: results are kept by name; rename one")
         self.theta = {t.name: np.array(store.get(f"fit {t.name}", lambda t=t: offline(t))) for t in self.traces}  # type: ignore[misc]
 
     def cell(
