@@ -138,6 +138,26 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     assert Store(tmp_path, [changed]).path != store.path
 
 
+def test_the_page(two_steps):
+    """Ours 2 % below the best fixed length and the peer at one point, by more than the interval; not surely within 2 %
+    of the offline fit at the other."""
+    server, _ = two_steps
+    arms = ("fixed 1", "fixed 2", "plain", "offline fit", "peer", "oracle", "oracle step by step")
+    behind = dict.fromkeys(arms, np.full(3, 90.0)) | {"fixed 2": np.full(3, 100.0), "peer": np.full(3, 100.0)}
+    behind |= {"ours": np.array([97.9, 98.0, 98.1]), "plain": np.full(3, 98.1)}
+    ahead = dict.fromkeys(arms, np.full(3, 100.0)) | {"ours": np.array([101.0, 104.0, 107.0])}
+    ahead |= {"offline fit": np.array([104.0, 104.0, 104.0])}
+    found = [(server, behind), (replace(server, requests=3), ahead)]
+    assert simulate.compared(*found[0])[:6] == ["2", "98", "2", "-2.0 ± 0.2 %", "-2.0 ± 0.2 %", "-0.1 ± 0.3 %"]
+    says = simulate.outcome(found, 3)
+    assert "below -2 % at 1 of them (hand, hand, 3 requests)" in says
+    assert "-2.0 to +4.0 %, below it by more than the interval at 1 of them (hand, hand, 2 requests)" in says
+    page = simulate.body(found, 3, [], [], ["hand"])
+    assert "below which all is verified, serves more at: hand, hand, 2 requests." in page.replace("\n", " ")
+    assert "Plain decoding serves more" not in page  # within the interval
+    assert simulate.csv(found).splitlines()[1] == "hand,hand,2,fixed 1,0,90.00"
+
+
 def test_the_command(tmp_path):
     app = Typer()
     app.command()(simulate.main)
