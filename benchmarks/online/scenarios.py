@@ -17,6 +17,7 @@ from benchmarks.traces.quality import WORKLOADS, Trace
 ROWS, POSITIONS = 64, 5  # of the synthetic streams
 LIFETIME = 60  # steps of a synthetic request, on average
 PEER_CYCLE = 100
+GOLDEN = 0.618034  # its multiples modulo 1 keep apart
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Scenario:
 
 
 def replayed(trace: Trace, seed: int, rows: int | None = None, first_cluster: int = 0) -> Iterator[Step]:
-    """The trace over and over from a random step, with verdicts drawn anew. Every pass has the next `rows` rows (None:
-    all), as new requests."""
+    """The trace over and over, with verdicts drawn anew. Every pass has the next `rows` rows (None: all), as new
+    requests. Every seed begins at another step: all that differs where the trace is greedy."""
     rng = np.random.default_rng(seed)
     steps, recorded, _ = trace.features.shape
     rows = rows or recorded
     greedy = np.full(rows, trace.greedy)
-    for number, at in enumerate(itertools.count(int(rng.integers(steps)))):
+    start = int(steps * (GOLDEN * seed % 1))
+    for number, at in enumerate(itertools.count(start)):
         passes, place = divmod(at, steps)
         row = (passes * rows + np.arange(rows)) % recorded
         features, alpha = trace.features[place, row], trace.alpha[place, row]
