@@ -174,7 +174,9 @@ def body(found: list[Result], seeds: int) -> str:
         "whatever its score, without which the estimate of a position that is not verified stays where it is (starved "
         "position). Requests that are new count as certain with the peer, so it does verify all of them where the "
         "workload changes with the requests; its steps from the few labels without much weight have no bound, though, "
-        "and throw the intercept away (then all requests new)."
+        "and throw the intercept away (then all requests new). Log-loss is not all: with a third of the rows one-hot "
+        "our slope falls to 0, the best that one line can do for all rows, so that the others are no longer ranked; "
+        "the peer keeps their ranking, and the one-hot rows first."
     )
     parts = [
         fill(what, WIDTH),
