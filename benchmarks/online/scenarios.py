@@ -12,7 +12,7 @@ from scipy.special import expit
 
 from av_triton import CostTable
 from benchmarks.online.arms import Step
-from benchmarks.traces.quality import WORKLOADS, Trace
+from benchmarks.traces.quality import Trace, workload_name
 
 ROWS, POSITIONS = 64, 5  # of the synthetic streams
 LIFETIME = 60  # steps of a synthetic request, on average
@@ -111,10 +111,6 @@ THIRD_ONE_HOT = replace(EASY, one_hot=1 / 3)
 RISING = CostTable(draft=[(1, 1.0)], verify=[(1, 2.05), (1024, 53.2)])
 
 
-def workload(trace: Trace) -> str:
-    return WORKLOADS[int(trace.workload[0, 0])]
-
-
 def all_of(traces: list[Trace], steps: int) -> list[Scenario]:
     """All scenarios that the traces allow; `steps`: of a cold start."""
     found = []
@@ -135,7 +131,7 @@ def all_of(traces: list[Trace], steps: int) -> list[Scenario]:
             add(f"budget {share:.0%}: {trace.name}", lambda seed, t=trace: take(replayed(t, seed), steps), budget=share)
     for a, b in itertools.permutations(traces, 2):
         same = a.name.replace("gsm8k", "humaneval") == b.name
-        if same and workload(a) == "gsm8k":
+        if same and workload_name(int(a.workload[0, 0])) == "gsm8k":
             add(
                 f"switch: {a.name} to humaneval",
                 lambda seed, a=a, b=b: switched(replayed(a, seed), replayed(b, seed + 1, first_cluster=1000), seed),

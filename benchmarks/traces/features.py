@@ -19,7 +19,6 @@ from benchmarks import intervals
 from benchmarks.intervals import Interval
 from benchmarks.traces.quality import (
     BINS,
-    WORKLOADS,
     Floats,
     Integers,
     Mask,
@@ -30,6 +29,7 @@ from benchmarks.traces.quality import (
     logistic_fit,
     shared_slope,
     sigmoid,
+    workload_name,
 )
 
 FOLDS = 5
@@ -71,7 +71,7 @@ class Drafts:
         cluster = (trace.workload[..., None] << 16) + grids.pop("prompt", rows)
         return cls(
             pair=name[1],
-            workload=", ".join(WORKLOADS[code] for code in sorted(set(trace.workload.flat))),
+            workload=", ".join(workload_name(code) for code in sorted(set(trace.workload.flat))),
             temperature=name[3],
             positions=len(k),
             position=np.broadcast_to(k, labelled.shape)[labelled],

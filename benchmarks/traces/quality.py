@@ -7,6 +7,7 @@ passes are drawn anew from the exact acceptance probabilities, for the traces ar
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -71,6 +72,10 @@ class Trace:
         )
 
 
+def workload_name(code: int) -> str:
+    return WORKLOADS[code] if code < len(WORKLOADS) else str(code)
+
+
 def accepted_before_rejection(verdicts: Mask) -> Integers:
     """bool [..., K], the verdict of every draft -> int64 [...], drafts before the first rejection."""
     accepted: Integers = np.cumprod(verdicts, -1, dtype=np.int64).sum(-1)
@@ -88,14 +93,17 @@ def load(path: Path) -> Trace:
         if missing:
             raise ValueError(f"{path}: no column {', '.join(missing)}; benchmarks/traces/README.md has the format")
         columns = {name: file[name] for name in (*COLUMNS, "conf", *EXTRA) if name in file.files}
-    order = np.lexsort((columns["pos"], columns["row"], columns["step"]))
-    steps, rows, positions = (len(np.unique(columns[name])) for name in ("step", "row", "pos"))
-    if len(order) != steps * rows * positions:
+    axes = [np.unique(columns[name], return_inverse=True) for name in ("step", "row", "pos")]
+    shape = tuple(len(values) for values, _ in axes)
+    place = np.ravel_multi_index([index for _, index in axes], shape)
+    different = len(np.unique(place))
+    if not len(place) == different == math.prod(shape):
         raise ValueError(
-            f"{path}: {len(order)} entries for {steps} steps x {rows} rows x {positions} positions; "
-            "record every row and position in every step"
+            f"{path}: {len(place)} entries, {different} of them different, for {shape[0]} steps x {shape[1]} rows x "
+            f"{shape[2]} positions; record every row and position in every step, once"
         )
-    grid = {name: values[order].reshape(steps, rows, positions) for name, values in columns.items()}
+    order = np.argsort(place)
+    grid = {name: values[order].reshape(shape) for name, values in columns.items()}
     if not (np.isfinite(grid["f"]).all() and (grid["alpha"] >= 0).all() and (grid["alpha"] <= 1).all()):
         raise ValueError(f"{path}: f must be finite and alpha within 0 to 1")
     return Trace(
