@@ -18,11 +18,11 @@ from sklearn.model_selection import GroupKFold
 from benchmarks import intervals
 from benchmarks.intervals import Interval
 from benchmarks.traces.quality import (
-    BINS,
     Floats,
     Integers,
     Mask,
     area_under_curve,
+    bin_of,
     calibration_error,
     load,
     log_losses,
@@ -281,7 +281,7 @@ class Group:
             p = self.predicted.get(name)
             if p is None:
                 continue
-            place = np.minimum((p * BINS).astype(np.int64), BINS - 1)
+            place = bin_of(p)
             for i in np.unique(place):
                 inside = self.drafts.where(place == i)
                 seen = intervals.of_mean(inside.observed, inside.cluster)

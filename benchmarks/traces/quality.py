@@ -173,12 +173,6 @@ class Labels:
     online: Floats
     head: Floats | None
 
-    def where(self, mask: Mask) -> "Labels":
-        head = None if self.head is None else self.head[mask]
-        return Labels(
-            self.feature[mask], self.position[mask], self.workload[mask], self.observed[mask], self.online[mask], head
-        )
-
 
 def replay(
     trace: Trace,
@@ -266,9 +260,14 @@ def area_under_curve(p: Floats, observed: Floats) -> float:
     return float((hits * (below + misses / 2)).sum() / pairs) if pairs else float("nan")
 
 
+def bin_of(p: Floats) -> Integers:
+    """int64 [n]: which of the 15 bins of equal width holds p."""
+    return np.minimum((p * BINS).astype(np.int64), BINS - 1)
+
+
 def reliability(p: Floats, observed: Floats) -> Iterator[tuple[float, float, int]]:
     """(mean predicted, share observed, count) of each of 15 bins of equal width that holds a draft."""
-    place = np.minimum((p * BINS).astype(np.int64), BINS - 1)
+    place = bin_of(p)
     count = np.bincount(place, minlength=BINS)
     sums = np.bincount(place, p, BINS), np.bincount(place, observed, BINS)
     for n, predicted, seen in zip(count, *sums, strict=True):
