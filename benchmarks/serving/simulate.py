@@ -80,14 +80,14 @@ def believing(factor: float) -> Change:
 VARIANTS: dict[str, Change] = {
     "exploration 0": changed(exploration=0.0),
     "exploration .04": changed(exploration=0.04),
-    "exploration 0, minimum gain .01": changed(exploration=0.0, minimum_gain=0.01),
+    "minimum gain .04": changed(minimum_gain=0.04),
     "a refit every 8 steps": changed(refit_interval=8),
     "a refit every 128 steps": changed(refit_interval=128),
     "the budget of two steps before": changed(lag=2),
     "costs rise half as steeply as believed": believing(2.0),
     "costs rise twice as steeply as believed": believing(0.5),
 }
-CAUSES = ("exploration 0", "exploration 0, minimum gain .01")
+CAUSES = ("exploration 0",)
 
 
 class Simulation:
@@ -268,8 +268,7 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
     for name, text in (
         (
             "peer",
-            "The peer serves more than ours, for it neither explores nor has a minimum gain below which all is "
-            "verified, at",
+            "The peer serves more than ours, for it does not explore, at",
         ),
         (
             "plain",
@@ -283,11 +282,10 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
     if why:
         text = (
             "Where ours is below the best fixed length, against that length. From left to right: ours and the "
-            "offline fit differ by what learning costs; the first change takes out what exploration costs, the "
-            "second also the minimum gain of 4 % below which nothing is trimmed, for trimming has a price that is "
-            "not simulated. The two oracles differ by what the planner's criterion costs, tokens per millisecond "
-            "of each step alone. What is left is the feature and the lag: budget and draft depth come from the "
-            "scores of the step before, and a fixed length has no scores to be misled by."
+            "offline fit differ by what learning costs; the next takes out what exploration costs. The two oracles "
+            "differ by what the planner's criterion costs, tokens per millisecond of each step alone. What is left "
+            "is the feature and the lag: budget and draft depth come from the scores of the step before, and a fixed "
+            "length has no scores to be misled by."
         )
         parts += [fill(text, WIDTH), results.table(CAUSE_COLUMNS, why)]
     if varied:
