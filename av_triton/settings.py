@@ -36,7 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             Each of the three is lossless; argmax over the *current* survivals is not, and is not offered.
         fixed_budget: drafts per segment under policy "fixed".
         exploration: share of the drafts admitted at full depth whatever their score, so that a position that is no
-            longer verified keeps earning labels; 0 turns it off.
+            longer verified keeps earning labels; 0 turns it off. More than 64 requests explore as much as 64, for the
+            labels that a refit needs do not grow with the batch.
         lag: steps between a proposal and the step that uses it (0: the device uses its own; 2: overlapped runtimes).
         minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
         max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
@@ -60,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fixed_budget: int | None = None
     exploration: float = 0.01
     lag: int = 0
-    minimum_gain: float = 0.04
+    minimum_gain: float = 0.01
     max_verify_tokens: int | None = None
     autoregressive: bool = False
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import Progress
 from scipy import stats
 
-from av_triton import Settings
 from benchmarks import results
 from benchmarks.resume import Store
 from benchmarks.serving.server import DEPLOYMENTS, Floats, Server, settings_for
@@ -65,7 +64,7 @@ def best_fixed(speeds: Speeds) -> str:
     return max((name for name in speeds if name.startswith("fixed")), key=lambda name: float(speeds[name].mean()))
 
 
-CAUSES = ("exploration 0", "exploration 0, minimum gain .01")  # of VARIANTS
+CAUSES = ("exploration 0",)  # of VARIANTS
 AGAINST = ("best fixed", "fixed K", "plain", "offline fit", "peer", "oracle")
 Found = list[tuple[Server, Speeds]]
 
@@ -181,7 +180,7 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
         parts += [f"{name}, {place}:", results.table(COLUMNS, rows)]
     parts.append("![Throughput over that of the best fixed length](results-simulation.png)")
     for name, text in (
-        ("peer", "The peer, which neither explores nor has a minimum gain below which all is verified, serves more at"),
+        ("peer", "The peer, which does not explore, serves more at"),
         (
             "plain",
             "Plain decoding serves more than ours, which never switches a block drafter off, and one that pays per "
@@ -194,11 +193,10 @@ def body(found: Found, seeds: int, why: list[list[str]], varied: list[list[str]]
     if why:
         text = (
             "Where ours is below the best fixed length, against that length. From left to right: ours and the "
-            "offline fit differ by what learning costs; the first change takes out what exploration costs, the "
-            f"second also the minimum gain of {100 * Settings().minimum_gain:g} % below which nothing is trimmed, for "
-            "trimming has a price that is not simulated. The two oracles differ by what the planner's criterion costs, "
-            "tokens per millisecond of each step alone. What is left is the feature and the lag: budget and draft "
-            "depth come from the scores of the step before, and a fixed length has no scores to be misled by."
+            "offline fit differ by what learning costs; the next takes out what exploration costs. The two oracles "
+            "differ by what the planner's criterion costs, tokens per millisecond of each step alone. What is left "
+            "is the feature and the lag: budget and draft depth come from the scores of the step before, and a fixed "
+            "length has no scores to be misled by."
         )
         parts += [fill(text, WIDTH), results.table(CAUSE_COLUMNS, why)]
     if varied:

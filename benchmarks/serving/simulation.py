@@ -27,7 +27,7 @@ def believing(factor: float) -> Change:
 VARIANTS: dict[str, Change] = {
     "exploration 0": changed(exploration=0.0),
     "exploration .04": changed(exploration=0.04),
-    "exploration 0, minimum gain .01": changed(exploration=0.0, minimum_gain=0.01),
+    "minimum gain .04": changed(minimum_gain=0.04),
     "a refit every 8 steps": changed(refit_interval=8),
     "a refit every 128 steps": changed(refit_interval=128),
     "the budget of two steps before": changed(lag=2),

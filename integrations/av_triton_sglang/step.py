@@ -61,6 +61,7 @@ def changes_target(request: Any) -> bool:
 
 class StepContext:
     """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch.
+    autoregressive: the drafter pays per position, and its hooks follow `start_drafting`.
 
     Every rank has one, and calls it alike; files, logs and metrics are rank 0's.
     """
@@ -74,6 +75,7 @@ class StepContext:
         num_slots: int,
         max_rows: int,
         device: str,
+        autoregressive: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.config = launch.config
@@ -91,7 +93,7 @@ class StepContext:
                 num_draft_positions,
                 device,
                 cost=cost,
-                settings=msgspec.structs.replace(self.config.settings, lag=LAG),
+                settings=msgspec.structs.replace(self.config.settings, lag=LAG, autoregressive=autoregressive),
                 max_rows=max_rows,
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
@@ -100,7 +102,10 @@ class StepContext:
         with self.verifier.device:
             self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
             self._teach = torch.ones(num_slots, dtype=torch.bool)
+            self._drafts = torch.full((max_rows,), num_draft_positions, dtype=torch.int32)
         self.rows = 0
+        # Positions that the next step may draft, and that the running one has drafted.
+        self._depth = self.drafted = num_draft_positions
         # Of the running step: SGLang's RaggedVerifyLayout, and accepted drafts that were cut away [B].
         self.layout: Any = None
         self.trimmed: Tensor | None = None
@@ -132,6 +137,7 @@ class StepContext:
     def begin(self, slots: Tensor) -> None:
         self.times.begin()
         self.rows, self.layout, self.trimmed = slots.shape[0], None, None
+        self.drafted = self.num_draft_positions
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
         if self._clock is not None:
@@ -181,6 +187,15 @@ class StepContext:
         state.scores[slots, :K] = torch.stack(by_stratum)[state.strata[slots].long(), rows]
         return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
 
+    def start_drafting(self) -> int:
+        """Positions to draft in the running step, 1 to K: the first is scored already when an EAGLE worker drafts."""
+        self.drafted = self._depth
+        return self.drafted
+
+    def follow(self, plan: Plan) -> None:
+        """Draft as deep as the plan says from the next step on; waits for the device."""
+        self._depth = max(int(plan.draft_depth), 1)
+
     def plan(self, drafts: Tensor | None = None, budget: int | None = None) -> Plan:
         """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's.
 
@@ -189,7 +204,10 @@ class StepContext:
         if self._clock is not None:
             self._clock.stop()
         self._agree(drafts)
-        plan = self.verifier.plan(self.slots(self.rows), budget=budget)
+        counts = None
+        if self.drafted < self.num_draft_positions:
+            counts = self._drafts[: self.rows].fill_(self.drafted)
+        plan = self.verifier.plan(self.slots(self.rows), counts, budget=budget)
         self._proposed.append((plan.proposal, self.rows))
         return plan
 
@@ -258,10 +276,8 @@ class StepContext:
             return
         width = self.num_draft_positions + 1
         forward = measure.VerifyForward(target_runner, width, hidden_states)
-        self._verify_costs = measure.measure_verify(
-            forward, self._slots.shape[0] * width, captured, self.ranks.is_first
-        )
-        self._clock = measure.DraftClock(self.verifier.device)
+        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0], width, captured, self.ranks.is_first)
+        self._clock = measure.DraftClock()
 
     def _cached_costs(self) -> CostTable | None:
         if self._cache.exists():
@@ -275,7 +291,8 @@ class StepContext:
         milliseconds = clock.end_step()
         if milliseconds is None or self._verify_costs is None:
             return
-        own = msgspec.structs.replace(self._verify_costs, draft=[(1, milliseconds)])
+        costs = self._verify_costs
+        own = msgspec.structs.replace(costs, draft=[(n, ms + milliseconds) for n, ms in costs.draft])
         self._clock = self._verify_costs = None
         table: CostTable = self.ranks.share_object(own)
         if self.ranks.is_first:
@@ -314,8 +331,10 @@ def exists() -> bool:
     return _current is not None
 
 
-def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int) -> StepContext:
-    """Make the step context of this process's worker, once its request pool is there."""
+def build(
+    launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int, autoregressive: bool = False
+) -> StepContext:
+    """Make the step context of this process's worker, once its request pool is there; see `StepContext`."""
     from sglang.srt.runtime_context import get_parallel
 
     global _current
@@ -327,6 +346,7 @@ def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions
         num_slots=pool.shape[0],
         max_rows=min(pool.shape[0], model_runner.max_running_requests),
         device=model_runner.device,
+        autoregressive=autoregressive,
         ranks=Ranks(get_parallel().tp_group),
     )
     status = _current.verifier.status()

@@ -153,7 +153,7 @@ def test_the_page(two_steps):
     assert "below -2 % at 1 of them (hand, hand, 3 requests)" in says
     assert "-2.0 to +4.0 %, below it by more than the interval at 1 of them (hand, hand, 2 requests)" in says
     page = simulate.body(found, 3, [], [], ["hand"])
-    assert "below which all is verified, serves more at: hand, hand, 2 requests." in page.replace("\n", " ")
+    assert "The peer, which does not explore, serves more at: hand, hand, 2 requests." in page.replace("\n", " ")
     assert "Plain decoding serves more" not in page  # within the interval
     assert simulate.csv(found).splitlines()[1] == "hand,hand,2,fixed 1,0,90.00"
 

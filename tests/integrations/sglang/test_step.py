@@ -1,6 +1,7 @@
 """The step context and the cut of acceptance, without an engine."""
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,18 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields | changes)
 
 
-def context(tmp_path: Path, **config: Any) -> StepContext:
+def context(tmp_path: Path, autoregressive: bool = False, **config: Any) -> StepContext:
     CostTable(draft=[(1, 1.0)], verify=[(1, 2.0), (40, 80.0)]).save(tmp_path / "cost.json")
     launch = Launch(config=Config(**{"cost_table": str(tmp_path / "cost.json")} | config), algorithm="DSPARK")
-    return StepContext(launch, arguments(), num_draft_positions=K, num_slots=SLOTS, max_rows=SLOTS, device="cpu")
+    return StepContext(
+        launch,
+        arguments(),
+        num_draft_positions=K,
+        num_slots=SLOTS,
+        max_rows=SLOTS,
+        device="cpu",
+        autoregressive=autoregressive,
+    )
 
 
 def request(**changes: Any) -> SimpleNamespace:
@@ -151,6 +160,44 @@ def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatc
     assert again.cost_source == f"{kept} (measured before)"
 
 
+def test_what_a_request_costs_is_no_price_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of 5 ms, 1 ms for each token and 3 ms for each request, whose context is read."""
+    now = 0.0
+
+    def forward(tokens: int, requests: int | None = None) -> None:
+        nonlocal now
+        now += (5 + tokens + 3 * (requests or measure.fewest(tokens, K + 1))) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    table = measure.measure_verify(forward, max_requests=8, width=K + 1, progress=False)
+    assert table.draft == [(1, pytest.approx(3.0)), (8, pytest.approx(24.0))]
+    assert table.verify == [(tokens, pytest.approx(5.0 + tokens)) for tokens, _ in table.verify]
+    assert [tokens for tokens, _ in table.verify][-1] == 8 * (K + 1)
+    alone = measure.measure_verify(forward, max_requests=1, width=K + 1, progress=False)
+    assert alone.verify[0] == (1, pytest.approx(5.0 + 1 + 3))
+
+
+def test_a_drafter_that_pays_per_position_drafts_as_deep_as_planned(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    each = context(tmp_path, autoregressive=True, settings=Settings(exploration=0.0))
+    slots = torch.tensor([0, 1])
+    each.reset(slots, [request(), request()])
+    depths = []
+    for _ in range(8):
+        each.begin(slots)
+        depths.append(each.start_drafting())
+        for position in range(depths[-1]):
+            each.score(torch.zeros(2, VOCAB), position)  # no token is likely: the logs of 16 tokens are alike
+        plan = each.plan()
+        each.follow(plan)
+        assert plan.admitted.max() <= depths[-1]
+        each.observe(torch.zeros(2, dtype=torch.int64))
+        each.end()
+    assert depths[0] == K
+    assert depths[-1] == 1
+    assert each.verifier.counters()["drafted"].tolist() == [2 * sum(d > k for d in depths) for k in range(K)]
+
+
 class Group:
     """Rank 0 of a group of SGLang's whose other ranks hold `others`."""
 
@@ -237,6 +284,17 @@ def test_a_device_one_step_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> N
             times.plan(1, tokens)
     timed = {tokens: values for (_, tokens), values in times._samples.items()}
     assert timed == {tokens: [pytest.approx(4.0 * tokens)] for tokens in (2, 5, 7)}
+
+
+def test_a_step_that_drafted_less_stands_for_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting costs 8 ms and a token 1 ms; a quarter of the positions was drafted."""
+    times = step_times.StepTimes(CostTable(draft=[(1, 8.0)], verify=[(1, 1.0), (9, 9.0)]), 1, 9)
+    for now in (0.0, 0.005):
+        monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda now=now: now))
+        times.begin()
+        times.plan(1, 3, drafted=0.25)
+    assert times.timed == (1, pytest.approx(5.0), pytest.approx(2.0 + 3.0))
+    assert times._samples == {(1, 3): [pytest.approx(8.0 + 3.0)]}
 
 
 def test_costs_follow_live_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
