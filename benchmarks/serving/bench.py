@@ -555,9 +555,9 @@ def page(form: str, found: Results) -> str:
     columns, rows = depth_rows(found)
     if rows:
         parts += [
-            "What an autoregressive drafter costs: the engine leaves out its forwards beyond the planned depth. Verified "
-            "drafts are per request; the rest of a step is drafting and scheduling (medians), beside that of the fixed "
-            "arm, which drafts all positions:\n",
+            "What an autoregressive drafter costs: the engine leaves out its forwards beyond the planned depth. "
+            "Verified drafts are per request; the rest of a step is drafting and scheduling (medians), beside that of "
+            "the fixed arm, which drafts all positions:\n",
             results.table(columns, rows),
         ]
     for drafter in found.drafters:
