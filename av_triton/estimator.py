@@ -127,6 +127,8 @@ class AcceptanceEstimator:
                 features=torch.full((max_slots, P), INVALID),
                 scores=torch.full((max_slots, P), UNSCORED),
                 strata=torch.zeros(max_slots, dtype=torch.int32),
+                offsets=torch.zeros(max_slots),
+                residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
                 sums=torch.zeros(S, SUMS, P, dtype=torch.int64),
@@ -251,7 +253,10 @@ class AcceptanceEstimator:
         _sample.launch(
             logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, temperature, value,
             self._partials, self._partial_tokens, self._tickets,
-            (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts, *drawn),
+            (
+                s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
+                s.offsets, *drawn,
+            ),
             s.features.shape[1],
         )  # fmt: skip
 
@@ -294,7 +299,8 @@ class AcceptanceEstimator:
         real = (slots >= 0) & (slots < self.max_slots)
         at = slots[real].long()
         stratum = s.strata[at].long()
-        p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
+        intercepts = s.intercepts[stratum, columns] + s.offsets[at, None]
+        p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], intercepts)
         self._row_scores[:rows, columns] = 0.0
         self._row_scores[:rows, columns][real] = p
         s.features[at, columns], s.scores[at, columns] = f[real], p
@@ -347,7 +353,7 @@ class AcceptanceEstimator:
         _accumulate.observe(
             self.state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance,
             self.num_draft_positions, c.refit_interval, c.ridge, c.damping, c.memory, c.max_slope_step,
-            c.max_intercept_step,
+            c.max_intercept_step, c.offset_prior,
         )  # fmt: skip
 
     def coefficients(self) -> Coefficients:

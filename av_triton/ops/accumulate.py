@@ -12,6 +12,11 @@ the coefficients in force, each labelled draft adds, per stratum and position,
 
     omega p(1-p) f²    omega p(1-p) f    omega p(1-p)    omega (y-p) f    omega (y-p)    omega
 
+The offset that a request adds to its log-odds is one Newton step from 0 on its own labels since the slot's reset,
+under a Gaussian prior of inverse variance `prior`; p and the sums above are without it:
+
+    o = R / (V + prior), at most 4 either way        R = sum of omega (y-p), V = sum of omega p(1-p)
+
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
 400 * 2^30.
@@ -26,12 +31,15 @@ import triton.language as tl
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_acceptance, check_vector
 from av_triton.ops.logit_max import INVALID
-from av_triton.ops.refit import SUMS, count_labels, refit_reference, solve
+from av_triton.ops.refit import SUMS, C, G, count_labels, refit_reference, solve
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, gather_slots
 from av_triton.settings import MAX_DRAFT_POSITIONS
 
 LARGEST_ENTRY = 400  # 40² / 4
+MAX_OFFSET = 4.0
+# Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
+LARGEST_RESIDUAL = 1 << 62
 
 # Rows of EstimatorState.counters, per position; EXPECTED in Q30.
 DRAFTED, ADMITTED, ACCEPTED, LABELLED, HITS, EXPECTED = range(6)
@@ -40,6 +48,8 @@ TICKET, OBSERVED, CYCLE, REFITS = range(4)
 
 _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
+_MAX_OFFSET = tl.constexpr(MAX_OFFSET)
+_LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
 _BLOCK = 64
 
 
@@ -54,6 +64,8 @@ class EstimatorState(NamedTuple):
     features: torch.Tensor  # float32 [slots, P], logit(q_max)
     scores: torch.Tensor  # float32 [slots, P], as served; UNSCORED where no logits were seen since the last observation
     strata: torch.Tensor  # int32 [slots]
+    offsets: torch.Tensor  # float32 [slots], added to the log-odds
+    residuals: torch.Tensor  # int64 [slots, 2], Q30: sums of omega (y-p) and of omega p(1-p) since the slot's reset
     slopes: torch.Tensor  # float32 [S]
     intercepts: torch.Tensor  # float32 [S, P]
     sums: torch.Tensor  # int64 [S, 6, P]
@@ -97,6 +109,12 @@ def entries_reference(
     return (torch.where(inside[:, None], entries, 0.0) * Q30).to(torch.int64)
 
 
+def offset_reference(residuals: torch.Tensor, prior: float) -> torch.Tensor:
+    """Offsets float32 [...] of the sums int64 Q30 [..., 2]."""
+    residual, information = residuals.float().unbind(-1)
+    return (residual / (information + prior * Q30)).clamp(-MAX_OFFSET, MAX_OFFSET)
+
+
 def accumulate_reference(
     features: torch.Tensor,
     accepted: torch.Tensor,
@@ -130,6 +148,20 @@ def _exact_labels(acceptance, row_stride, position_stride, columns, r, k, inside
 
 
 @triton.jit
+def _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR: tl.constexpr):
+    """Add what a tile [rows, P] says of its requests to their sums, and store the offsets that follow."""
+    at = residuals + 2 * slot
+    r = tl.load(at, mask=real, other=0) + tl.sum((residual * _Q30).to(tl.int64), 1)
+    v = tl.load(at + 1, mask=real, other=0) + tl.sum((information * _Q30).to(tl.int64), 1)
+    r = tl.minimum(tl.maximum(r, -_LARGEST_RESIDUAL), _LARGEST_RESIDUAL)
+    v = tl.minimum(v, _LARGEST_RESIDUAL)
+    tl.store(at, r, mask=real)
+    tl.store(at + 1, v, mask=real)
+    o = r.to(tl.float32) / (v.to(tl.float32) + PRIOR * _Q30)
+    tl.store(offsets + slot, tl.minimum(tl.maximum(o, -_MAX_OFFSET), _MAX_OFFSET), mask=real)
+
+
+@triton.jit
 def _add_sums(f, v, r, omega, these, out, k, mask):
     """Add the six Q30 sums of a tile [rows, P], where `these`, to out[6, P]."""
     P: tl.constexpr = k.shape[0]
@@ -155,10 +187,11 @@ def _count(counters, row: tl.constexpr, what, k, mask):
     do_not_specialize_on_alignment=["slots", "accepted", "admitted", "teach", "acceptance"],
 )
 def observe_kernel(
-    features, scores, strata, slopes, intercepts, sums, labels, counters, clock, slot_admitted, slot_drafts,
-    slots, accepted, admitted, teach, acceptance, row_stride, position_stride, columns, rows, num_slots, K, interval,
+    features, scores, strata, offsets, residuals, slopes, intercepts, sums, labels, counters, clock,
+    slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, row_stride, position_stride, columns,
+    rows, num_slots, K, interval,
     RIDGE: tl.constexpr, DAMPING: tl.constexpr, MEMORY: tl.constexpr, MAX_DW: tl.constexpr, MAX_DB: tl.constexpr,
-    STRATA: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    PRIOR: tl.constexpr, STRATA: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(rows / BLOCK),). The last program advances the cycle and, when it is full, refits every stratum."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -184,26 +217,29 @@ def observe_kernel(
     f = tl.load(features + at, mask=verified, other=_INVALID)
     served = tl.load(scores + at, mask=verified, other=-1.0)
     inside = verified & taught[:, None] & (f > _INVALID) & (served >= 0.0)
-    f = tl.where(inside, f, 0.0)
     hit = k[None, :] < a[:, None]
     labelled = inside & (k[None, :] <= a[:, None])
-    y, omega = tl.where(hit, 1.0, 0.0), tl.where(labelled, 1.0, 0.0)
-    if acceptance is not None:
-        y, omega = _exact_labels(acceptance, row_stride, position_stride, columns, r, k, verified)
-    w = tl.load(slopes + stratum, mask=real, other=0.0)
-    b = tl.load(intercepts + stratum[:, None] * P + k[None, :], mask=inside, other=0.0)
-    p = 1.0 / (1.0 + tl.exp(-(w[:, None] * f + b)))
-    information = omega * (p * (1.0 - p))
-    residual = omega * (y - p)
-    for s in tl.static_range(STRATA):
-        _add_sums(f, information, residual, omega, inside & (stratum == s)[:, None], sums + s * 6 * P, k, mask)
-
     _count(counters, 0, real[:, None] & (k[None, :] < drafted[:, None]), k, mask)
     _count(counters, 1, verified, k, mask)
     _count(counters, 2, verified & hit, k, mask)
     _count(counters, 3, labelled, k, mask)
     _count(counters, 4, labelled & hit, k, mask)
     _count(counters, 5, tl.where(labelled, served, 0.0) * _Q30, k, mask)
+
+    f = tl.where(inside, f, 0.0)
+    y, omega = tl.where(hit, 1.0, 0.0), tl.where(labelled, 1.0, 0.0)
+    if acceptance is not None:
+        y, omega = _exact_labels(acceptance, row_stride, position_stride, columns, r, k, verified)
+    omega = tl.where(inside, omega, 0.0)
+    w = tl.load(slopes + stratum, mask=real, other=0.0)
+    b = tl.load(intercepts + stratum[:, None] * P + k[None, :], mask=inside, other=0.0)
+    p = 1.0 / (1.0 + tl.exp(-(w[:, None] * f + b)))
+    information = omega * (p * (1.0 - p))
+    residual = omega * (y - p)
+    for s in tl.static_range(STRATA):
+        _add_sums(f, information, residual, omega, (stratum == s)[:, None], sums + s * 6 * P, k, mask)
+    if PRIOR is not None:
+        _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR)
 
     tl.store(scores + at, -1.0, mask=real[:, None] & mask[None, :])
     if slot_admitted is not None:
@@ -242,6 +278,7 @@ def observe(
     memory: float,
     max_slope_step: float,
     max_intercept_step: float,
+    offset_prior: float | None,
 ) -> None:
     """Learn from one verified step: one launch that accumulates, counts, and refits every `interval` calls.
 
@@ -254,16 +291,15 @@ def observe(
     if not use_triton(slots.device):
         _observe_torch(
             state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, positions, interval,
-            (ridge, damping, max_slope_step, max_intercept_step), memory,
+            (ridge, damping, max_slope_step, max_intercept_step), memory, offset_prior,
         )  # fmt: skip
         return
     block = _block(state.features.shape[1])
     strides, columns = ((0, 0), 0) if acceptance is None else (acceptance.stride(), acceptance.shape[1])
     observe_kernel[(max(1, triton.cdiv(slots.shape[0], block)),)](
-        state.features, state.scores, state.strata, state.slopes, state.intercepts, state.sums, state.labels,
-        state.counters, state.clock, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, *strides,
-        columns, slots.shape[0], state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping,
-        MEMORY=memory, MAX_DW=max_slope_step, MAX_DB=max_intercept_step, STRATA=state.slopes.shape[0],
+        *state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, *strides, columns,
+        slots.shape[0], state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MEMORY=memory,
+        MAX_DW=max_slope_step, MAX_DB=max_intercept_step, PRIOR=offset_prior, STRATA=state.slopes.shape[0],
         P=state.features.shape[1], BLOCK=block,
         **register_ceiling(),
     )  # fmt: skip
@@ -282,6 +318,7 @@ def _observe_torch(
     interval: int,
     newton: tuple[float, float, float, float],
     memory: float,
+    offset_prior: float | None,
 ) -> None:
     real = (slots >= 0) & (slots < state.features.shape[0])
     at = slots[real].long()
@@ -299,10 +336,13 @@ def _observe_torch(
     k = torch.arange(positions, device=slots.device)
     served = state.scores[at, :positions]
     f = torch.where(served >= 0, state.features[at, :positions], INVALID)
-    strata = state.strata[at]
-    state.sums[:, :, :positions] += accumulate_reference(
-        f, a, v, state.slopes, state.intercepts[:, :positions], strata, taught, alpha
-    )
+    strata = state.strata[at].long()
+    entries = entries_reference(f, a, v, state.slopes, state.intercepts[:, :positions], strata, taught, alpha)
+    state.sums[:, :, :positions].index_add_(0, strata, entries)
+    if offset_prior is not None:
+        pairs = state.residuals[at] + entries[:, [G, C]].sum(2)
+        state.residuals[at] = pairs.clamp(-LARGEST_RESIDUAL, LARGEST_RESIDUAL)
+        state.offsets[at] = offset_reference(state.residuals[at], offset_prior)
     verified = k < v[:, None]
     hit = k < a[:, None]
     labelled = verified & (k <= a[:, None]) & (a >= 0)[:, None] & (f > INVALID)
@@ -333,7 +373,8 @@ def _observe_torch(
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])
 def reset_kernel(
-    slots, new_strata, features, scores, strata, survival, slot_admitted, slot_drafts, n, num_slots, S,
+    slots, new_strata, features, scores, strata, offsets, residuals, survival, slot_admitted, slot_drafts,
+    n, num_slots, S,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -346,6 +387,10 @@ def reset_kernel(
     at = slot[:, None] * P + k[None, :]
     tl.store(features + at, _INVALID, mask=real[:, None] & (k < P)[None, :])
     tl.store(scores + at, -1.0, mask=real[:, None] & (k < P)[None, :])
+    tl.store(offsets + slot, 0.0, mask=real)
+    zero = tl.zeros([BLOCK], tl.int64)
+    tl.store(residuals + 2 * slot, zero, mask=real)
+    tl.store(residuals + 2 * slot + 1, zero, mask=real)
     if survival is not None:
         tl.store(survival + slot * P, -1.0, mask=real)
         tl.store(slot_admitted + slot, 0, mask=real)
@@ -365,8 +410,8 @@ def reset(
     if use_triton(slots.device):
         if slots.shape[0]:
             reset_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
-                slots, strata, state.features, state.scores, state.strata, survival, slot_admitted, slot_drafts,
-                slots.shape[0], num_slots, state.slopes.shape[0], P=P, BLOCK=_BLOCK,
+                slots, strata, state.features, state.scores, state.strata, state.offsets, state.residuals, survival,
+                slot_admitted, slot_drafts, slots.shape[0], num_slots, state.slopes.shape[0], P=P, BLOCK=_BLOCK,
             )  # fmt: skip
         return
     real = (slots >= 0) & (slots < num_slots)
@@ -374,6 +419,8 @@ def reset(
     state.strata[at] = 0 if strata is None else strata[real].to(torch.int32).clamp(0, state.slopes.shape[0] - 1)
     state.features[at] = INVALID
     state.scores[at] = UNSCORED
+    state.offsets[at] = 0.0
+    state.residuals[at] = 0
     if survival is not None and slot_admitted is not None and slot_drafts is not None:
         survival[at, 0] = UNSCORED
         slot_admitted[at] = 0
@@ -404,13 +451,14 @@ def accumulate_kernel(
     omega = tl.where(k[None, :] <= a[:, None], 1.0, 0.0)
     if acceptance is not None:
         y, omega = _exact_labels(acceptance, K, 1, K, r, k, verified)
+    omega = tl.where(inside, omega, 0.0)
     w = tl.load(slope + stratum, mask=live, other=0.0)
     b = tl.load(intercepts + stratum[:, None] * K + k[None, :], mask=inside, other=0.0)
     p = 1.0 / (1.0 + tl.exp(-(w[:, None] * f + b)))
     information = omega * (p * (1.0 - p))
     residual = omega * (y - p)
     for s in tl.static_range(STRATA):
-        _add_sums(f, information, residual, omega, inside & (stratum == s)[:, None], sums + s * 6 * P, k, k < K)
+        _add_sums(f, information, residual, omega, (stratum == s)[:, None], sums + s * 6 * P, k, k < K)
 
 
 @torch.library.custom_op("av_triton::accumulate", mutates_args=())
