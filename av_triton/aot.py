@@ -443,6 +443,8 @@ def _op_workloads() -> Iterator[Workload]:
             yield Workload(f"choose_budget {policy} {label}", run)
         run = partial(av.accumulate, table, length, length, f32(2), f32(2, positions), length)
         yield Workload(f"accumulate {label}", run, quick=quick)
+        run = partial(av.accumulate, table, length, length, f32(2), f32(2, positions), length, acceptance=table)
+        yield Workload(f"accumulate {label}, exact labels", run)
         yield Workload(
             f"refit {label}", partial(av.refit, i64(2, 6, positions), f32(2), f32(2, positions)), quick=quick
         )
@@ -452,7 +454,7 @@ def _verifier_workloads() -> Iterator[Workload]:
     variants: dict[str, dict[str, Any]] = {
         "earlier": {},
         "fixed": {"policy": "fixed", "fixed_budget": 8},
-        "lookahead": {"policy": "lookahead"},
+        "lookahead": {"policy": "lookahead", "offset_prior": 4.0},
         "autoregressive": {"autoregressive": True},
     }
     for rows, positions in ((8, 3), (64, 7), (256, 7), (1024, 7), (1024, 16)):
@@ -470,6 +472,7 @@ def _steps(rows: int, positions: int, settings: av.Settings) -> None:
     length, segments = torch.zeros(rows, dtype=torch.int32), torch.tensor([0, rows], dtype=torch.int32)
     budget, teach = torch.zeros(1, dtype=torch.int32), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(rows, positions, 32_000, dtype=torch.bfloat16)
+    acceptance = torch.ones(rows, positions)
     verifier.reset(slots, length)
     seeds, temperature = torch.zeros(rows, positions, dtype=torch.int64), torch.ones(rows)
     if settings.autoregressive:
@@ -483,7 +486,7 @@ def _steps(rows: int, positions: int, settings: av.Settings) -> None:
     verifier.plan(slots)
     verifier.observe(slots, length)
     verifier.plan(slots, length, non_draft_tokens=rows, budget=budget, segments=segments)
-    verifier.observe(slots, length, length, teach)
+    verifier.observe(slots, length, length, teach, acceptance)
 
 
 def table(reports: list[tuple[Report, list[str]]]) -> rich.table.Table:

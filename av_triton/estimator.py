@@ -12,7 +12,14 @@ import triton
 from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
 from av_triton.ops import sample as _sample
-from av_triton.ops._checks import INTEGERS, check_logits, check_seeds, check_vector, temperature_argument
+from av_triton.ops._checks import (
+    INTEGERS,
+    check_acceptance,
+    check_logits,
+    check_seeds,
+    check_vector,
+    temperature_argument,
+)
 from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
@@ -120,6 +127,8 @@ class AcceptanceEstimator:
                 features=torch.full((max_slots, P), INVALID),
                 scores=torch.full((max_slots, P), UNSCORED),
                 strata=torch.zeros(max_slots, dtype=torch.int32),
+                offsets=torch.zeros(max_slots),
+                residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
                 sums=torch.zeros(S, SUMS, P, dtype=torch.int64),
@@ -244,7 +253,10 @@ class AcceptanceEstimator:
         _sample.launch(
             logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, temperature, value,
             self._partials, self._partial_tokens, self._tickets,
-            (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts, *drawn),
+            (
+                s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
+                s.offsets, *drawn,
+            ),
             s.features.shape[1],
         )  # fmt: skip
 
@@ -287,7 +299,8 @@ class AcceptanceEstimator:
         real = (slots >= 0) & (slots < self.max_slots)
         at = slots[real].long()
         stratum = s.strata[at].long()
-        p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], s.intercepts[stratum, columns])
+        intercepts = s.intercepts[stratum, columns] + s.offsets[at, None]
+        p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], intercepts)
         self._row_scores[:rows, columns] = 0.0
         self._row_scores[:rows, columns][real] = p
         s.features[at, columns], s.scores[at, columns] = f[real], p
@@ -298,6 +311,7 @@ class AcceptanceEstimator:
         accepted: torch.Tensor,
         admitted: torch.Tensor,
         teach: torch.Tensor | None = None,
+        acceptance: torch.Tensor | None = None,
     ) -> None:
         """Learn from the verdicts of one step; every `refit_interval` calls the coefficients take a Newton step.
 
@@ -308,10 +322,14 @@ class AcceptanceEstimator:
             admitted: int32 or int64 [B], drafts that were verified.
             teach: bool [B]; False rows are counted but not learned from (their target distribution was changed by
                 something that the drafter did not see).
+            acceptance: float32 [B, k], k <= K, where the runtime samples by rejection and knows them: the acceptance
+                probabilities min(1, p(x) / q(x)) of the verified drafts x, by the target's law p and the drafter's q.
+                They are then learned from in place of the verdicts, whose expectation they are: the same coefficients
+                from fewer steps. Clamped to [0, 1]; a NaN ends the row's labels. None: verdicts.
         """
         if admitted is None:
             raise ValueError("admitted is None: an estimator on its own needs the verified lengths, int32 [B]")
-        self._observe(slots, accepted, admitted, teach, None)
+        self._observe(slots, accepted, admitted, teach, acceptance, None)
 
     def _observe(
         self,
@@ -319,6 +337,7 @@ class AcceptanceEstimator:
         accepted: torch.Tensor,
         admitted: torch.Tensor | None,
         teach: torch.Tensor | None,
+        acceptance: torch.Tensor | None,
         plan: PlanState | None,
     ) -> None:
         rows = check_slots("slots", slots, self.max_rows, self.max_slots, self.device)
@@ -327,11 +346,14 @@ class AcceptanceEstimator:
             check_vector("admitted", admitted, rows, INTEGERS, self.device)
         if teach is not None:
             check_vector("teach", teach, rows, (torch.bool,), self.device)
+        if acceptance is not None:
+            check_acceptance(acceptance, rows, self.num_draft_positions, self.device)
         c = self.settings
         slot_admitted, slot_drafts = (None, None) if plan is None else (plan.admitted, plan.drafts)
         _accumulate.observe(
-            self.state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, self.num_draft_positions,
-            c.refit_interval, c.ridge, c.damping, c.memory, c.max_slope_step, c.max_intercept_step,
+            self.state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance,
+            self.num_draft_positions, c.refit_interval, c.ridge, c.damping, c.memory, c.max_slope_step,
+            c.max_intercept_step, c.offset_prior,
         )  # fmt: skip
 
     def coefficients(self) -> Coefficients:

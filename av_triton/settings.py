@@ -29,6 +29,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strata: names of the groups of requests that have coefficients of their own.
         initial_slopes: one per stratum. initial_intercept: of every position.
         replicas: how many replicas' sums may be added before a refit (bounds the fixed-point sums).
+        offset_prior: adds to each request's log-odds an offset of its own, R / (V + offset_prior), with R the sum of
+            y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
+            variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
 
     Planning
         policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
@@ -56,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_slopes: tuple[float, ...] = (0.5, 0.9)
     initial_intercept: float = -0.2
     replicas: int = 1
+    offset_prior: float | None = None
 
     policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
     fixed_budget: int | None = None
@@ -75,8 +79,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if field.type in (int, int | None):
                 ok = isinstance(value, int) or (optional and value is None)
                 need(ok, field.name, "give a whole number" + (" or None" if optional else ""))
-            elif field.type is float:
-                need(isinstance(value, int | float), field.name, "give a number")
+            elif field.type in (float, float | None):
+                ok = isinstance(value, int | float) or (optional and value is None)
+                need(ok, field.name, "give a number" + (" or None" if optional else ""))
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
@@ -92,6 +97,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
         need(abs(self.initial_intercept) < LARGEST, "initial_intercept", "give a finite number")
         need(self.replicas >= 1, "replicas", "give a whole number, at least 1")
+        need(
+            self.offset_prior is None or 0.01 <= self.offset_prior < float("inf"),
+            "offset_prior",
+            "give a finite number, at least 0.01, or None for no offset",
+        )
         need(self.policy in ("earlier", "fixed", "lookahead"), "policy", "choose earlier, fixed or lookahead")
         need(
             (self.policy == "fixed") == (self.fixed_budget is not None),

@@ -111,12 +111,13 @@ class AdaptiveVerifier:
         accepted: torch.Tensor,
         admitted: torch.Tensor | None = None,
         teach: torch.Tensor | None = None,
+        acceptance: torch.Tensor | None = None,
     ) -> None:
         """Learn from the verdicts, before the slots' next `score`; see `AcceptanceEstimator.observe`.
 
         admitted: what was really verified, where that is not what the plan said; None: the plan's.
         """
-        self.estimator._observe(slots, accepted, admitted, teach, self.planner.state)
+        self.estimator._observe(slots, accepted, admitted, teach, acceptance, self.planner.state)
 
     def set_cost(self, cost: CostTable | None) -> None:
         """Put another cost table in force; see `VerifyPlanner.set_cost`."""

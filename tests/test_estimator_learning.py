@@ -26,6 +26,7 @@ from benchmarks.traces.quality import (
 
 DATA = Path(__file__).parents[1] / "benchmarks/traces/data"
 INTERVAL = Settings().refit_interval
+Q30 = 1 << 30
 CYCLES = 20  # refits within which a model has to be learned
 
 
@@ -55,7 +56,7 @@ def test_at_rest_the_coefficients_move_less_than_one_cycle_s_fit(use):
             teach(estimator, model, rng, cycles=1, rows=32)
             moves.append(float(estimator.state.intercepts[0, 0]))
         spread[memory] = np.var(moves[10:])
-        assert estimator.state.labels[0, 0] == 100 * INTERVAL * 32
+        assert estimator.state.labels[0, 0] == 100 * INTERVAL * 32 * Q30
     # A mean with weights of 1/4, 3/16, ... has a seventh of the variance.
     assert 0.07 < spread[4.0] / spread[1.0] < 0.3
 

@@ -56,6 +56,20 @@ def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.
         raise ValueError(f"seeds have shape {tuple(seeds.shape)}: give one per draft, {tuple(shape)}")
 
 
+def check_acceptance(acceptance: torch.Tensor, rows: int, positions: int, device: torch.device) -> None:
+    """float32 [rows, k], k <= positions, on `device`."""
+    if not isinstance(acceptance, torch.Tensor) or acceptance.dtype != torch.float32 or acceptance.device != device:
+        what = (
+            f"{acceptance.dtype} on {acceptance.device}" if isinstance(acceptance, torch.Tensor) else repr(acceptance)
+        )
+        raise ValueError(f"acceptance is {what}: give float32 on {device}, one probability per draft, or None")
+    if acceptance.dim() != 2 or acceptance.shape[0] != rows or acceptance.shape[1] > positions:
+        raise ValueError(
+            f"acceptance has shape {tuple(acceptance.shape)}: give one row per slot and one column per draft position, "
+            f"({rows}, at most {positions})"
+        )
+
+
 def check_vector(
     name: str, tensor: torch.Tensor, length: int, dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:

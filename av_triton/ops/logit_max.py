@@ -182,15 +182,20 @@ def sigmoid_score(f, slope, intercept):
 
 
 @triton.jit
-def store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, P: tl.constexpr):
-    """Feature and score of one draft: by slot, and the score by row too."""
+def store_score(
+    m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, P: tl.constexpr
+):
+    """Feature and score of one draft: by slot, and the score by row too. `offsets`, by slot, add to the intercept."""
     f = feature_of(m, c)
     tl.store(features + slot * P + position, f)
     if scores is not None:
         stratum = 0
         if strata is not None:
             stratum = tl.load(strata + slot)
-        p = sigmoid_score(f, tl.load(slopes + stratum), tl.load(intercepts + stratum * P + position))
+        intercept = tl.load(intercepts + stratum * P + position)
+        if offsets is not None:
+            intercept += tl.load(offsets + slot)
+        p = sigmoid_score(f, tl.load(slopes + stratum), intercept)
         tl.store(scores + slot * P + position, p)
         if row_scores is not None:
             tl.store(row_scores + row * P + position, p)
@@ -234,6 +239,7 @@ def logit_max_kernel(
     strata,
     slopes,
     intercepts,
+    offsets,
     tokens,
     normalisers,
     SPLITS: tl.constexpr,
@@ -244,7 +250,7 @@ def logit_max_kernel(
     the splits, writes the result and resets the row's ticket for the next launch.
 
     Optional pointers are None when absent: out_m/out_c (partials), features, scores and row_scores (scores; `features`
-    and `scores` are indexed by slot, `row_scores` by row), slots, strata, temperature; tokens (the argmax) and
+    and `scores` are indexed by slot, `row_scores` by row), slots, strata, offsets, temperature; tokens (the argmax) and
     normalisers, by row.
     """
     item = tl.program_id(0)
@@ -281,7 +287,9 @@ def logit_max_kernel(
                 tl.store(out_m + item, scaled(m, scale))
                 tl.store(out_c + item, c)
             if features is not None:
-                store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, P)
+                store_score(
+                    m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, P
+                )
             if tokens is not None:
                 tl.store(tokens + row * P + position, token.to(tl.int64))
                 tl.store(normalisers + row * P + position, log_normaliser(m, c, scale))
@@ -329,7 +337,7 @@ def _run(
         logit_max_kernel[(n, splits)](
             rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1], None, ticket,
             first if partial else None, second if partial else None, None if partial else first, None, None,
-            None, n, None, None, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
+            None, n, None, None, None, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
         )  # fmt: skip
     return first.view(logits.shape[:-1]), second.view(logits.shape[:-1])
 

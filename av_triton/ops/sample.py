@@ -165,6 +165,7 @@ def sample_kernel(
     strata,
     slopes,
     intercepts,
+    offsets,
     tokens,
     normalisers,
     SPLITS: tl.constexpr,
@@ -206,7 +207,7 @@ def sample_kernel(
                 ms = tl.load(part_m + part, cache_modifier=".cg")
                 m, c = fold(ms, tl.load(part_c + part, cache_modifier=".cg"), scale, SPLITS)
                 tl.store(ticket + item, 0)
-            store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, P)
+            store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, P)
             tl.store(tokens + row * P + position, tl.where(y > float("-inf"), token, 0).to(tl.int64))
             tl.store(normalisers + row * P + position, log_normaliser(m, c, scale))
     else:
@@ -241,7 +242,7 @@ def _sample_and_score(
             rows, 0, 1, 0, None if seeds is None else seeds.reshape(-1), t, value, parts,
             torch.empty(n * MAX_SPLITS, dtype=torch.int32, device=rows.device),
             torch.zeros(n, dtype=torch.int32, device=rows.device),
-            (feature, None, None, None, n, None, None, None, token, normaliser), 1,
+            (feature, None, None, None, n, None, None, None, None, token, normaliser), 1,
         )  # fmt: skip
     return token.view(shape), feature.view(shape), normaliser.view(shape)
 

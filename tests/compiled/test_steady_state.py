@@ -15,6 +15,10 @@ from tests.compiled.standin import GPU, gpu, torch_log
 SLOTS, ROWS, K, VOCAB, STEPS = 96, 64, 5, 1024, 300
 COST = CostTable(draft=[(1, 1.0), (ROWS, 2.0)], verify=[(1, 1.0), (400, 9.0)], captured=[1, 8, 64, 128])
 BLOCK, AUTOREGRESSIVE = Settings(refit_interval=4), Settings(refit_interval=4, autoregressive=True)
+ADDITIONS = Settings(refit_interval=4, offset_prior=4.0)  # and exact labels
+every_setting = pytest.mark.parametrize(
+    "settings", [BLOCK, AUTOREGRESSIVE, ADDITIONS], ids=["block", "autoregressive", "additions"]
+)
 PER_STEP = {"budget_kernel": 1, "select_kernel": 1, "observe_kernel": 1}
 
 
@@ -27,6 +31,7 @@ class Runtime:
         self.logits = torch.zeros(ROWS, K, VOCAB, dtype=torch.bfloat16)
         self.slots = torch.arange(ROWS, dtype=torch.int32)
         self.accepted = torch.zeros(ROWS, dtype=torch.int32)
+        self.acceptance = torch.ones(ROWS, K) if settings.offset_prior is not None else None
         self.temperature = torch.ones(ROWS)
         self.host_budget: int | None = None
         self.verifier.reset(self.slots)
@@ -40,7 +45,8 @@ class Runtime:
         else:
             scores = self.verifier.score(self.logits[batch], slots, temperature=self.temperature[batch])
         plan = self.verifier.plan(slots, budget=self.host_budget)
-        self.verifier.observe(slots, self.accepted[batch])
+        acceptance = None if self.acceptance is None else self.acceptance[batch]
+        self.verifier.observe(slots, self.accepted[batch], acceptance=acceptance)
         return scores, plan
 
 
@@ -50,9 +56,10 @@ def device() -> Iterator[GPU]:
         yield counts
 
 
-@pytest.mark.parametrize("settings, scores", [(BLOCK, 1), (AUTOREGRESSIVE, K)], ids=["block", "autoregressive"])
+@every_setting
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
-def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_budget: int | None) -> None:
+def test_launches_per_step(device: GPU, settings: Settings, host_budget: int | None) -> None:
+    scores = K if settings.autoregressive else 1
     runtime = Runtime(settings)
     runtime.host_budget = host_budget
     runtime.step()
@@ -64,7 +71,7 @@ def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_bu
     assert not device.compilations
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
 def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, host_budget: int | None) -> None:
     runtime = Runtime(settings)
@@ -101,7 +108,7 @@ def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool,
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
     runtime.step()
@@ -114,7 +121,7 @@ def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 def test_outputs_stay_at_their_addresses(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
 

@@ -40,7 +40,7 @@ def calls():
         ),
         "accumulate": (
             av_triton.accumulate, (x[0].t()[:4].contiguous(), verdict, drafts, w, b[None]), ops.accumulate,
-            (s, verdict, drafts, w, b[None], torch.zeros(4, **INTS), torch.ones(4, dtype=torch.bool)),
+            (s, verdict, drafts, w, b[None], torch.zeros(4, **INTS), torch.ones(4, dtype=torch.bool), s / 2),
         ),
         "refit": (
             av_triton.refit, (sums, w, b[None]), ops.refit, (sums, w, b[None], 1e-3, 50.0, 0.1, 2.0, sums[:, 5], 4.0),
