@@ -143,6 +143,18 @@ def row_partial(row, lo, hi, scale, vocab, BLOCK: tl.constexpr, TOKEN: tl.conste
 
 
 @triton.jit
+def place(logits, row_stride, position_stride, positions, first_position, slots):
+    """(item, row, j, start of its logits, slot, position) of a program: item = row * positions + j."""
+    item = tl.program_id(0)
+    row = (item // positions).to(tl.int64)
+    j = item % positions
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row).to(tl.int64)
+    return item, row, j, logits + row * row_stride + j.to(tl.int64) * position_stride, slot, first_position + j
+
+
+@triton.jit
 def temperature_of(temperature, temperature_value, row):
     t = temperature_value
     if temperature is not None:
@@ -247,20 +259,12 @@ def logit_max_kernel(
     and `scores` are indexed by slot, `row_scores` by row), slots, strata, temperature; tokens (the argmax) and
     normalisers, by row.
     """
-    item = tl.program_id(0)
+    item, row, j, start, slot, position = place(logits, row_stride, position_stride, positions, first_position, slots)
     split = tl.program_id(1)
-    row = (item // positions).to(tl.int64)
-    j = item % positions
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row).to(tl.int64)
-    position = first_position + j
     if (slot >= 0) & (slot < num_slots):
         scale = scale_for(temperature_of(temperature, temperature_value, row))
         lo = split * chunk
-        hi = tl.minimum(lo + chunk, vocab)
-        base = logits + row * row_stride + j.to(tl.int64) * position_stride
-        m, c, token = row_partial(base, lo, hi, scale, vocab, BLOCK, tokens is not None)
+        m, c, token = row_partial(start, lo, tl.minimum(lo + chunk, vocab), scale, vocab, BLOCK, tokens is not None)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS

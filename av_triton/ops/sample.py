@@ -33,6 +33,7 @@ from av_triton.ops.logit_max import (
     log_normaliser,
     logit_from_partial,
     logit_max_kernel,
+    place,
     scale_for,
     store_nothing,
     store_score,
@@ -172,23 +173,15 @@ def sample_kernel(
     P: tl.constexpr,
 ):
     """As `logit_max_kernel`, with a token drawn by the seed of every row and position, int64."""
-    item = tl.program_id(0)
+    item, row, j, start, slot, position = place(logits, row_stride, position_stride, positions, first_position, slots)
     split = tl.program_id(1)
-    row = (item // positions).to(tl.int64)
-    j = item % positions
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row).to(tl.int64)
-    position = first_position + j
     if (slot >= 0) & (slot < num_slots):
         t = temperature_of(temperature, temperature_value, row)
         scale = scale_for(t)
         lo = split * chunk
-        hi = tl.minimum(lo + chunk, vocab)
-        base = logits + row * row_stride + j.to(tl.int64) * position_stride
         random = tl.where(t > 0.0, 1.0, 0.0)
         seed = tl.load(seeds + row * seed_stride + j * seed_position_stride)
-        m, c, y, token = _row_sample(base, lo, hi, scale, random, seed, vocab, BLOCK)
+        m, c, y, token = _row_sample(start, lo, tl.minimum(lo + chunk, vocab), scale, random, seed, vocab, BLOCK)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS + split
