@@ -12,7 +12,15 @@ import triton
 from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
 from av_triton.ops import sample as _sample
-from av_triton.ops._checks import INTEGERS, check_logits, check_seeds, check_vector, temperature_argument
+from av_triton.ops._checks import (
+    INTEGERS,
+    check_logits,
+    check_per_draft,
+    check_seeds,
+    check_vector,
+    temperature_argument,
+)
+from av_triton.ops.entropy import entropy_reference, gap_reference
 from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
@@ -126,11 +134,13 @@ class AcceptanceEstimator:
                 labels=torch.zeros(S, P, dtype=torch.int64),
                 counters=torch.zeros(6, P, dtype=torch.int64),
                 clock=torch.zeros(4, dtype=torch.int64),
+                entropies=torch.zeros(max_slots, P) if self.settings.entropy else None,
+                gaps=torch.full((max_slots, P), torch.nan) if self.settings.history else None,
             )
             self._row_scores = torch.zeros(self.max_rows, P)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
             # For the largest vocabulary: a captured graph keeps the address.
-            self._partials = torch.empty(3, MAX_SPLITS * self.max_rows * P)
+            self._partials = torch.empty(4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P)
             self._partial_tokens = torch.empty(MAX_SPLITS * self.max_rows * P, dtype=torch.int32)
             self._row_tokens = torch.zeros(self.max_rows, P, dtype=torch.int64)
             self._row_normalisers = torch.zeros(self.max_rows, P)
@@ -164,6 +174,7 @@ class AcceptanceEstimator:
         slots: torch.Tensor,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Acceptance probability of every draft, from the logits that it was drawn from.
 
@@ -172,17 +183,22 @@ class AcceptanceEstimator:
                 bfloat16 or float16, vocabulary contiguous.
             slots: int32 or int64 [B].
             temperature: the *drafter's* temperature: None (1), a number, or float32 [B]; 0 (argmax drafts) counts as 1.
+            tokens: int64 [B, k] or [B], columns of `logits`: what was drawn from them; None where nothing was yet. For
+                `Settings.history`, and looked at with it only: no score depends on them.
 
         Returns:
             float32 [B, k] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
         """
         rows, first, count = self._check_drafts(logits, slots, position)
+        check_per_draft("tokens", tokens, "drafts that are not drawn yet", logits.shape[:-1], self.device)
         pointer, value = temperature_argument(temperature, (rows,), self.device)
         if not use_triton(self.device):
             parts = [logit_max_reference(x, t) for x, t, _ in self._in_cache(logits, count, pointer, value or None)]
             self._store(torch.cat(parts).float(), slots, first)
+            self._store_law(logits, slots, first, count, pointer, value, tokens)
         elif rows:
-            self._launch(logits, slots, None, count, first, pointer, value, (None, None))
+            drawn = None if self.state.gaps is None else tokens
+            self._launch(logits, slots, None, count, first, pointer, value, (None, None), drawn)
         return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
 
     def sample(
@@ -238,14 +254,16 @@ class AcceptanceEstimator:
         first: int,
         temperature: torch.Tensor | None,
         value: float,
-        drawn: tuple[torch.Tensor | None, torch.Tensor | None],
+        outputs: tuple[torch.Tensor | None, torch.Tensor | None],
+        drawn: torch.Tensor | None = None,
     ) -> None:
         s = self.state
         _sample.launch(
             logits, logits.stride(1) if logits.dim() == 3 else 0, count, first, seeds, temperature, value,
             self._partials, self._partial_tokens, self._tickets,
-            (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts, *drawn),
-            s.features.shape[1],
+            (s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts, *outputs,
+             s.entropies, s.gaps),
+            s.features.shape[1], drawn,
         )  # fmt: skip
 
     def _in_cache(
@@ -280,6 +298,7 @@ class AcceptanceEstimator:
         self._row_tokens[: len(slots), columns] = tokens.masked_fill(nobody, 0)
         self._row_normalisers[: len(slots), columns] = normalisers.float().masked_fill(nobody, -torch.inf)
         self._store(f.float(), slots, first)
+        self._store_law(logits, slots, first, count, temperature, value, tokens)
 
     def _store(self, f: torch.Tensor, slots: torch.Tensor, first: int) -> None:
         """Features float32 [B, k] of the positions from `first` on, and their scores."""
@@ -291,6 +310,30 @@ class AcceptanceEstimator:
         self._row_scores[:rows, columns] = 0.0
         self._row_scores[:rows, columns][real] = p
         s.features[at, columns], s.scores[at, columns] = f[real], p
+
+    def _store_law(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        first: int,
+        count: int,
+        temperature: torch.Tensor | None,
+        value: float,
+        tokens: torch.Tensor | None,
+    ) -> None:
+        """Entropies and gaps, where they are kept."""
+        s, columns = self.state, slice(first, first + count)
+        real = (slots >= 0) & (slots < self.max_slots)
+        at = slots[real].long()
+        if s.entropies is not None:
+            batches = self._in_cache(logits, count, temperature, value)
+            s.entropies[at, columns] = torch.cat([entropy_reference(x, t) for x, t, _ in batches])[real].float()
+        if s.gaps is not None:
+            s.gaps[at, columns] = torch.nan
+        if s.gaps is not None and tokens is not None:
+            drawn = tokens.reshape(len(slots), count)
+            batches = self._in_cache(logits, count, temperature, value)
+            s.gaps[at, columns] = torch.cat([gap_reference(x, drawn[rows], t) for x, t, rows in batches])[real].float()
 
     def observe(
         self,

@@ -29,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strata: names of the groups of requests that have coefficients of their own.
         initial_slopes: one per stratum. initial_intercept: of every position.
         replicas: how many replicas' sums may be added before a refit (bounds the fixed-point sums).
+        entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).
+        history: keep how likely the drawn tokens were, by slot (`AcceptanceEstimator.state.gaps`). Scores use neither.
 
     Planning
         policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
@@ -55,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_slopes: tuple[float, ...] = (0.5, 0.9)
     initial_intercept: float = -0.2
     replicas: int = 1
+    entropy: bool = False
+    history: bool = False
 
     policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
     fixed_budget: int | None = None

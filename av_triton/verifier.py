@@ -79,9 +79,10 @@ class AdaptiveVerifier:
         slots: torch.Tensor,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Acceptance probabilities of the drafts; see `AcceptanceEstimator.score`."""
-        return self.estimator.score(logits, slots, position, temperature)
+        return self.estimator.score(logits, slots, position, temperature, tokens)
 
     def sample(
         self,

@@ -53,6 +53,9 @@ class EstimatorState(NamedTuple):
     labels: torch.Tensor  # int64 [S, P], of the cycles before this one
     counters: torch.Tensor  # int64 [6, P]
     clock: torch.Tensor  # int64 [4]
+    # Of the draft distribution, known where the score at the same place is; None: not kept.
+    entropies: torch.Tensor | None = None  # float32 [slots, P], nats
+    gaps: torch.Tensor | None = None  # float32 [slots, P], log q_max - log q of the drawn token; NaN: token not known
 
 
 def accumulate_reference(
@@ -273,7 +276,7 @@ def _observe_torch(
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])
 def reset_kernel(
-    slots, new_strata, features, scores, strata, survival, slot_admitted, slot_drafts, n, num_slots, S,
+    slots, new_strata, features, scores, strata, entropies, gaps, survival, slot_admitted, slot_drafts, n, num_slots, S,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -286,6 +289,10 @@ def reset_kernel(
     at = slot[:, None] * P + k[None, :]
     tl.store(features + at, _INVALID, mask=real[:, None] & (k < P)[None, :])
     tl.store(scores + at, -1.0, mask=real[:, None] & (k < P)[None, :])
+    if entropies is not None:
+        tl.store(entropies + at, 0.0, mask=real[:, None] & (k < P)[None, :])
+    if gaps is not None:
+        tl.store(gaps + at, float("nan"), mask=real[:, None] & (k < P)[None, :])
     if survival is not None:
         tl.store(survival + slot * P, -1.0, mask=real)
         tl.store(slot_admitted + slot, 0, mask=real)
@@ -305,8 +312,8 @@ def reset(
     if use_triton(slots.device):
         if slots.shape[0]:
             reset_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
-                slots, strata, state.features, state.scores, state.strata, survival, slot_admitted, slot_drafts,
-                slots.shape[0], num_slots, state.slopes.shape[0], P=P, BLOCK=_BLOCK,
+                slots, strata, state.features, state.scores, state.strata, state.entropies, state.gaps, survival,
+                slot_admitted, slot_drafts, slots.shape[0], num_slots, state.slopes.shape[0], P=P, BLOCK=_BLOCK,
             )  # fmt: skip
         return
     real = (slots >= 0) & (slots < num_slots)
@@ -314,6 +321,10 @@ def reset(
     state.strata[at] = 0 if strata is None else strata[real].to(torch.int32).clamp(0, state.slopes.shape[0] - 1)
     state.features[at] = INVALID
     state.scores[at] = UNSCORED
+    if state.entropies is not None:
+        state.entropies[at] = 0.0
+    if state.gaps is not None:
+        state.gaps[at] = torch.nan
     if survival is not None and slot_admitted is not None and slot_drafts is not None:
         survival[at, 0] = UNSCORED
         slot_admitted[at] = 0
