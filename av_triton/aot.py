@@ -425,6 +425,9 @@ def _op_workloads() -> Iterator[Workload]:
         yield Workload(f"logit_max {name}", partial(av.logit_max, logits))
         yield Workload(f"logit_max {name}, odd vocabulary", partial(av.logit_max, odd))
         yield Workload(f"logit_max_partial {name}, a quarter", partial(av.logit_max_partial, logits[..., :32_320]))
+        yield Workload(f"logit_max_and_entropy {name}", partial(av.logit_max_and_entropy, logits))
+        yield Workload(f"logit_max_and_entropy {name}, odd vocabulary", partial(av.logit_max_and_entropy, odd))
+        yield Workload(f"entropy_partial {name}, a quarter", partial(av.entropy_partial, logits[..., :32_320]))
         yield Workload(f"score_logits {name}", partial(av.score_logits, logits, f32(1), f32(7), f32(8)))
         quick = dtype is torch.bfloat16
         yield Workload(
@@ -456,11 +459,12 @@ def _verifier_workloads() -> Iterator[Workload]:
         "fixed": {"policy": "fixed", "fixed_budget": 8},
         "lookahead": {"policy": "lookahead", "offset_prior": 4.0},
         "autoregressive": {"autoregressive": True},
+        "entropy and history": {"entropy": True, "history": True},
     }
     for rows, positions in ((8, 3), (64, 7), (256, 7), (1024, 7), (1024, 16)):
         for name, settings in variants.items():
             run = partial(_steps, rows, positions, av.Settings(**settings))
-            quick = (rows, name) in ((256, "earlier"), (64, "lookahead"))
+            quick = (rows, name) in ((256, "earlier"), (64, "lookahead"), (256, "entropy and history"))
             yield Workload(f"verifier {name} {rows} x {positions}", run, quick=quick)
 
 
@@ -481,6 +485,8 @@ def _steps(rows: int, positions: int, settings: av.Settings) -> None:
         verifier.sample(logits[:, 0].contiguous(), slots, position=0)
     else:
         verifier.score(logits, slots, temperature=temperature)
+        if settings.history:
+            verifier.score(logits, slots, temperature=temperature, tokens=seeds)
         verifier.sample(logits, slots, seeds, temperature=temperature)
         verifier.sample(logits, slots)
     verifier.plan(slots)

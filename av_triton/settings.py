@@ -32,6 +32,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         offset_prior: adds to each request's log-odds an offset of its own, R / (V + offset_prior), with R the sum of
             y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
             variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
+        head: learn a correction of the log-odds from the drafter's hidden states, where the runtime gives them
+            (`hidden_size` of the estimator).
+        entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).
+        history: keep how likely the drawn tokens were, by slot (`AcceptanceEstimator.state.gaps`). Scores use neither.
 
     Planning
         policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
@@ -60,6 +64,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_intercept: float = -0.2
     replicas: int = 1
     offset_prior: float | None = None
+    head: bool = True
+    entropy: bool = False
+    history: bool = False
 
     policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
     fixed_budget: int | None = None
