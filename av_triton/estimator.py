@@ -31,7 +31,7 @@ from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, PlanState
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
-from av_triton.snapshot import Snapshot, SnapshotError
+from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 
 MAX_SLOTS = 1 << 20
 CACHED_LOGITS = 1 << 18  # float32: 1 MiB
@@ -458,27 +458,69 @@ class AcceptanceEstimator:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the coefficients to a JSON file: a temporary file first, then renamed over `path`."""
-        now = self.coefficients()
+        """Write what was learned to a JSON file: a temporary file first, then renamed over `path`. With a head of d
+        inputs about 160 d bytes for each stratum."""
+        now, s = self.coefficients(), self.state
         Snapshot(
             num_draft_positions=self.num_draft_positions,
             strata=list(now.strata),
             slopes=now.slopes,
             intercepts=now.intercepts,
             refits=now.refits,
+            labels=s.labels[:, : self.num_draft_positions].tolist(),
+            gates=s.gates.tolist(),
+            head=None if s.head is None else _saved(s.head),
         ).write(Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over saved coefficients. SnapshotError, and nothing changed, where the file does not fit."""
-        snapshot = Snapshot.read(Path(path), self.num_draft_positions, list(self.settings.strata))
+        """Take over what was saved; of a file without a head, or for an estimator without one, all the rest.
+        SnapshotError, and nothing changed, where the file does not fit."""
+        K, s = self.num_draft_positions, self.state
+        snapshot = Snapshot.read(Path(path), K, list(self.settings.strata))
         slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
         if not (slopes.isfinite().all() and intercepts.isfinite().all()):
             raise SnapshotError(
                 f"{path}: slopes {snapshot.slopes} and intercepts {snapshot.intercepts} do not fit into float32; "
                 "start without the file"
             )
-        self.state.slopes.copy_(slopes)
-        self.state.intercepts[:, : self.num_draft_positions] = intercepts.to(self.device)
-        self.state.sums.zero_()
-        self.state.labels.zero_()
-        self.state.clock[_accumulate.CYCLE] = 0
+        if snapshot.head is not None and s.head is not None and snapshot.head.hidden_size != self.hidden_size:
+            raise SnapshotError(
+                f"{path}: its head has hidden_size {snapshot.head.hidden_size}, this estimator {self.hidden_size}; load "
+                "a file of the same drafter, or start without it"
+            )
+        s.slopes.copy_(slopes)
+        s.intercepts[:, :K] = intercepts.to(self.device)
+        s.sums.zero_()
+        s.labels.zero_()
+        if snapshot.labels is not None:
+            s.labels[:, :K] = torch.tensor(snapshot.labels, device=self.device)
+        s.gates.fill_(-_accumulate.GATE)
+        if snapshot.gates is not None:
+            s.gates.copy_(torch.tensor(snapshot.gates).clamp(-_accumulate.GATE, _accumulate.GATE))
+        if s.head is not None:
+            self._load_head(s.head, snapshot.head)
+            if snapshot.head is None:
+                s.gates[_accumulate.HEAD] = -_accumulate.GATE
+        s.clock[_accumulate.CYCLE] = 0
+
+    @staticmethod
+    def _load_head(head: _head.HeadState, saved: HeadSnapshot | None) -> None:
+        """None: the head begins anew."""
+        for tensor in (head.weights, head.curvature, head.mean, head.sums, head.counts):
+            tensor.zero_()
+        head.variance.fill_(1.0)
+        if saved is not None:
+            for name in ("weights", "curvature", "mean", "variance"):
+                getattr(head, name).copy_(torch.tensor(getattr(saved, name)))
+            head.counts[:, :, _head.BEHIND] = torch.tensor(saved.behind, device=head.counts.device)[:, None]
+
+
+def _saved(head: _head.HeadState) -> HeadSnapshot:
+    return HeadSnapshot(
+        hidden_size=head.inputs.shape[-1],
+        weights=head.weights.tolist(),
+        curvature=head.curvature.tolist(),
+        mean=head.mean.tolist(),
+        variance=head.variance.tolist(),
+        behind=head.counts[:, 0, _head.BEHIND].tolist(),
+    )
