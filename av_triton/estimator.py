@@ -485,8 +485,8 @@ class AcceptanceEstimator:
             )
         if snapshot.head is not None and s.head is not None and snapshot.head.hidden_size != self.hidden_size:
             raise SnapshotError(
-                f"{path}: its head has hidden_size {snapshot.head.hidden_size}, this estimator {self.hidden_size}; load "
-                "a file of the same drafter, or start without it"
+                f"{path}: its head has hidden_size {snapshot.head.hidden_size}, this estimator {self.hidden_size}; "
+                "load a file of the same drafter, or start without it"
             )
         s.slopes.copy_(slopes)
         s.intercepts[:, :K] = intercepts.to(self.device)
