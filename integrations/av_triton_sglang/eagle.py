@@ -30,6 +30,7 @@ _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 
 def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.speculative.eagle_worker_v2 import get_draft_recurrent_hidden_state_spec
 
     launch = flag.current()
     if launch is None:
@@ -39,12 +40,14 @@ def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
             "a target with linear attention is not supported with the EAGLE worker: its state is committed for one "
             "verify width; leave out --enable-adaptive-verification"
         )
+    hidden_size, _ = get_draft_recurrent_hidden_state_spec(worker.draft_worker.draft_runner)
     step.build(
         launch,
         worker.server_args,
         worker.target_worker.model_runner,
         worker.speculative_num_draft_tokens - 1,
         autoregressive=not launch.config.cuda_graphs,  # a captured drafter always drafts all positions
+        hidden_size=hidden_size,  # None for STANDALONE, which keeps no hidden states
     )
 
 
@@ -70,9 +73,9 @@ def results_of(owner: Any, method: str, see: Callable[[Any], None]) -> AbstractC
     return replaced(owner, method, observed)
 
 
-def logits_of(runner: Any, see: Callable[[Tensor], None]) -> AbstractContextManager[None]:
-    """Shows `see` the logits of every forward of the draft runner, [rows, V]."""
-    return results_of(runner, "forward", lambda out: see(out.logits_output.next_token_logits))
+def outputs_of(runner: Any, see: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Shows `see` what every forward of the draft runner puts out, logits and hidden states of its rows."""
+    return results_of(runner, "forward", lambda out: see(out.logits_output))
 
 
 def temperatures(sampling_info: Any) -> Tensor | None:
@@ -94,7 +97,8 @@ def draft(original: Callable[..., Any], drafter: Any, forward_batch: Any) -> Any
         if at >= depth:
             return _no_forward(batch)
         result = forward(batch, *args, **kwargs)
-        context.score(result.logits_output.next_token_logits, at, drawn_at)
+        out = result.logits_output
+        context.score(out.next_token_logits, at, drawn_at, hidden=out.hidden_states)
         return result
 
     with replaced(runner, "forward", to_depth):
@@ -114,7 +118,11 @@ def extend_prefill(original: Callable[..., Any], drafter: Any, batch: Any, *args
     if not step.exists() or batch.forward_mode.is_idle():
         return original(drafter, batch, *args, **kwargs)
     context, slots, drawn_at = step.current(), batch.req_pool_indices, temperatures(batch.sampling_info)
-    with logits_of(drafter.draft_runner, lambda logits: context.score(logits, 0, drawn_at, slots=slots)):
+
+    def score(out: Any) -> None:
+        context.score(out.next_token_logits, 0, drawn_at, slots=slots, hidden=out.hidden_states)
+
+    with outputs_of(drafter.draft_runner, score):
         return original(drafter, batch, *args, **kwargs)
 
 
@@ -125,11 +133,16 @@ def extend_decode(original: Callable[..., Any], drafter: Any, batch: Any, result
     context, width, drawn_at = step.current(), drafter.speculative_num_draft_tokens, temperatures(batch.sampling_info)
     accepted = result.accept_lens.long()
     last = torch.arange(accepted.numel(), device=accepted.device) * width + accepted - 1
+
+    def score(out: Any, rows: Tensor | slice = slice(None)) -> None:
+        hidden = None if out.hidden_states is None else out.hidden_states[rows]
+        context.score(out.next_token_logits[rows], 0, drawn_at, hidden=hidden)
+
     runner = drafter.cuda_graph_runner_for_draft_extend
     replayed: AbstractContextManager[None] = nullcontext()
     if runner is not None:  # it has taken the last position before the LM head
-        replayed = results_of(runner, "execute", lambda out: context.score(out.next_token_logits, 0, drawn_at))
-    with replayed, logits_of(drafter.draft_runner, lambda logits: context.score(logits[last], 0, drawn_at)):
+        replayed = results_of(runner, "execute", score)
+    with replayed, outputs_of(drafter.draft_runner, lambda out: score(out, last)):
         return original(drafter, batch, result, **kwargs)
 
 

@@ -61,7 +61,8 @@ def changes_target(request: Any) -> bool:
 
 class StepContext:
     """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch.
-    autoregressive: the drafter pays per position, and its hooks follow `start_drafting`.
+    autoregressive: the drafter pays per position, and its hooks follow `start_drafting`. hidden_size: of the drafter's
+    last hidden state, if its hooks have it. Several ranks learn no head: their hidden states may differ.
 
     Every rank has one, and calls it alike; files, logs and metrics are rank 0's.
     """
@@ -76,6 +77,7 @@ class StepContext:
         max_rows: int,
         device: str,
         autoregressive: bool = False,
+        hidden_size: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.config = launch.config
@@ -95,6 +97,7 @@ class StepContext:
                 cost=cost,
                 settings=msgspec.structs.replace(self.config.settings, lag=LAG, autoregressive=autoregressive),
                 max_rows=max_rows,
+                hidden_size=hidden_size if self.ranks.alone else None,
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
@@ -154,19 +157,35 @@ class StepContext:
         temperature: Tensor | None = None,
         first: int = 0,
         slots: Tensor | None = None,
+        tokens: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         """Score the rows of the running step from `first` on, or the requests in `slots`.
 
         logits: [B, K, V], or [B, V] at one position. temperature: fp32 [B] of the drafter, 0 where it took the argmax;
-        None: it always does.
+        None: it always does. tokens: columns of `logits` that were drawn, if they are known. hidden: the drafter's last
+        hidden states [B, K, H] or [B, H], if it has kept them.
         """
         if slots is None:
             slots = self.slots(logits.shape[0], first)
-        self.verifier.score(logits, slots, position, temperature)
+        hidden = self._known(hidden, logits)
+        if temperature is None and tokens is None and self.verifier.estimator.hidden_size is not None:
+            # Their argmax is known by then, and with it the history.
+            self.verifier.sample(logits, slots, position=position, hidden=hidden)
+        else:
+            self.verifier.score(logits, slots, position, temperature, tokens, hidden)
 
-    def sample(self, logits: Tensor, first: int) -> Tensor:
+    def sample(self, logits: Tensor, first: int, hidden: Tensor | None = None) -> Tensor:
         """Argmax drafts, int64 [B, K], of logits [B, K, V] of the rows from `first` on, scored in the same read."""
-        return self.verifier.sample(logits, self.slots(logits.shape[0], first)).tokens
+        slots = self.slots(logits.shape[0], first)
+        return self.verifier.sample(logits, slots, hidden=self._known(hidden, logits)).tokens
+
+    def _known(self, hidden: Tensor | None, logits: Tensor) -> Tensor | None:
+        """The hidden states, where they are those of the logits."""
+        size = self.verifier.estimator.hidden_size
+        if hidden is None or size is None or hidden.shape != (*logits.shape[:-1], size):
+            return None
+        return hidden
 
     def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
         """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row.
@@ -332,7 +351,12 @@ def exists() -> bool:
 
 
 def build(
-    launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int, autoregressive: bool = False
+    launch: Launch,
+    arguments: Any,
+    model_runner: Any,
+    num_draft_positions: int,
+    autoregressive: bool = False,
+    hidden_size: int | None = None,
 ) -> StepContext:
     """Make the step context of this process's worker, once its request pool is there; see `StepContext`."""
     from sglang.srt.runtime_context import get_parallel
@@ -347,6 +371,7 @@ def build(
         max_rows=min(pool.shape[0], model_runner.max_running_requests),
         device=model_runner.device,
         autoregressive=autoregressive,
+        hidden_size=hidden_size,
         ranks=Ranks(get_parallel().tp_group),
     )
     status = _current.verifier.status()
