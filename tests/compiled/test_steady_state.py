@@ -15,6 +15,8 @@ from tests.compiled.standin import GPU, gpu, torch_log
 SLOTS, ROWS, K, VOCAB, STEPS = 96, 64, 5, 1024, 300
 COST = CostTable(draft=[(1, 1.0), (ROWS, 2.0)], verify=[(1, 1.0), (400, 9.0)], captured=[1, 8, 64, 128])
 BLOCK, AUTOREGRESSIVE = Settings(refit_interval=4), Settings(refit_interval=4, autoregressive=True)
+KEEPING = Settings(refit_interval=4, entropy=True, history=True)
+SETTINGS = {"block": BLOCK, "autoregressive": AUTOREGRESSIVE, "entropy and history": KEEPING}
 PER_STEP = {"budget_kernel": 1, "select_kernel": 1, "observe_kernel": 1}
 
 
@@ -28,6 +30,7 @@ class Runtime:
         self.slots = torch.arange(ROWS, dtype=torch.int32)
         self.accepted = torch.zeros(ROWS, dtype=torch.int32)
         self.temperature = torch.ones(ROWS)
+        self.tokens = torch.zeros(ROWS, K, dtype=torch.int64) if settings.history else None
         self.host_budget: int | None = None
         self.verifier.reset(self.slots)
 
@@ -38,7 +41,8 @@ class Runtime:
             for k in range(K):
                 scores = self.verifier.score(self.logits[batch, k], slots, position=k, temperature=1.0)
         else:
-            scores = self.verifier.score(self.logits[batch], slots, temperature=self.temperature[batch])
+            tokens = None if self.tokens is None else self.tokens[batch]
+            scores = self.verifier.score(self.logits[batch], slots, None, self.temperature[batch], tokens)
         plan = self.verifier.plan(slots, budget=self.host_budget)
         self.verifier.observe(slots, self.accepted[batch])
         return scores, plan
@@ -50,7 +54,7 @@ def device() -> Iterator[GPU]:
         yield counts
 
 
-@pytest.mark.parametrize("settings, scores", [(BLOCK, 1), (AUTOREGRESSIVE, K)], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("settings, scores", [(BLOCK, 1), (AUTOREGRESSIVE, K), (KEEPING, 1)], ids=SETTINGS)
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
 def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_budget: int | None) -> None:
     runtime = Runtime(settings)
@@ -64,7 +68,7 @@ def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_bu
     assert not device.compilations
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
 def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, host_budget: int | None) -> None:
     runtime = Runtime(settings)
@@ -76,10 +80,13 @@ def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, 
     assert log == Counter()
 
 
+@pytest.mark.parametrize("settings", [BLOCK, KEEPING], ids=["block", "entropy and history"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["argmax", "drawn"])
 @pytest.mark.parametrize("position", [None, 2], ids=["block", "one position"])
-def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool, position: int | None) -> None:
-    runtime = Runtime(BLOCK)
+def test_sampling_is_one_launch_that_allocates_nothing(
+    device: GPU, settings: Settings, drawn: bool, position: int | None
+) -> None:
+    runtime = Runtime(settings)
     logits = runtime.logits if position is None else runtime.logits[:, position]
     seeds = torch.zeros(ROWS, K, dtype=torch.int64)
     seeds = seeds if position is None else seeds[:, position]
@@ -101,7 +108,7 @@ def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool,
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
     runtime.step()
@@ -114,7 +121,7 @@ def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_outputs_stay_at_their_addresses(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
 
