@@ -109,7 +109,8 @@ class KernelCase(msgspec.Struct, frozen=True):
         if "row_stride" in self.signature:
             kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
             if ["tt.divisibility", 16] not in kinds:
-                return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
+                most = max(limits.registers, 128)  # an address more per load
+                return msgspec.structs.replace(limits, registers=most, wide_loads=0, per_logit=float("inf"))
         return limits
 
 
