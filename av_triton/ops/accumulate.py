@@ -20,7 +20,11 @@ under a Gaussian prior of inverse variance `prior`; p and the sums above are wit
 An addition to the log-odds, the offset or the correction of `head.py`, is served where it has proved itself: while its
 gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored:
 
-    S = min(max(S + sum of omega (loss without it - loss with it), -8), 8), at first -8
+    S = min(max(S + sum of omega (loss without it - loss with it), -B), B)
+
+S is -B until the first refit, for to be ahead of the initial coefficients proves nothing. Were the law without the
+addition true, e^-B would bound the chance that a run of labels opens the gate; B is 4 for the offset, which has no
+coefficients, and 8 for the head, which has hundreds.
 
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
@@ -44,8 +48,8 @@ from av_triton.settings import MAX_DRAFT_POSITIONS
 
 LARGEST_ENTRY = 400  # 40² / 4
 MAX_OFFSET = 4.0
-GATE = 8 * Q30  # nats
 OFFSET, HEAD = range(2)  # rows of EstimatorState.gates
+GATES = (4 * Q30, 8 * Q30)  # their bounds, nats
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 
@@ -58,7 +62,7 @@ _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
-_GATE = tl.constexpr(GATE)
+_OFFSET_GATE, _HEAD_GATE = tl.constexpr(GATES[OFFSET]), tl.constexpr(GATES[HEAD])
 _BLOCK = 64
 
 
@@ -194,6 +198,14 @@ def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
 
 
 @triton.jit
+def _move_gate(gate, gain, BOUND: tl.constexpr, untried):
+    now = tl.load(gate)
+    moved = tl.minimum(tl.maximum(now + tl.load(gain), -BOUND), BOUND)
+    tl.store(gate, tl.where(untried, now, moved))
+    tl.store(gain, 0)
+
+
+@triton.jit
 def _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR: tl.constexpr):
     """Add what a tile [rows, P] says of its requests to their sums, and store the offsets that follow."""
     at = residuals + 2 * slot
@@ -309,10 +321,10 @@ def observe_kernel(
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
         if (PRIOR is not None) or (corrections is not None):
-            for s in tl.static_range(2 * STRATA):
-                gate = tl.load(gates + s) + tl.load(gains + s)
-                tl.store(gates + s, tl.minimum(tl.maximum(gate, -_GATE), _GATE))
-                tl.store(gains + s, 0)
+            untried = tl.load(clock + 3) == 0
+            for s in tl.static_range(STRATA):
+                _move_gate(gates + s, gains + s, _OFFSET_GATE, untried)
+                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE, untried)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 at_s = s * P
@@ -456,8 +468,9 @@ def _gain_torch(
     """Move a gate by what the addition to the log-odds gains; returns the log-odds with it."""
     with_it = without + addition
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
-    state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
-    state.gates[gate].clamp_(-GATE, GATE)
+    if int(state.clock[REFITS]):
+        state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
+        state.gates[gate].clamp_(-GATES[gate], GATES[gate])
     return with_it
 
 
