@@ -2,11 +2,12 @@
 
     python -m benchmarks.score.serve [TRACE.npz ...] [--publish]
 
-The server and its costs are those of benchmarks/serving/server.py. Ours learns from half of a trace's rows (48 prompts),
-with a head and exact labels or without either; then it serves the other half with what it has learned, and learns no
-more: a recorded round comes up many times, and a head would know it by then.
+The server and its costs are those of benchmarks/serving/server.py. Ours learns from half of a trace's rows (24 of 48
+prompts), with a head and exact labels or without either; then it serves the other half with what it has learned, and
+learns no more: a recorded round comes up many times, and a head would know it by then.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,10 +72,13 @@ def main(
     for path, requests in track(jobs, "serving", console=console):
         if path not in loaded:
             loaded = {path: load(path)}
-        runs = []
-        for seed in range(seeds):
-            key = f"{path.name}, {requests} requests, {steps} steps, seed {seed}"
-            runs.append(store.get(key, lambda seed=seed: speeds(loaded[path], requests, steps, seed)))  # type: ignore[misc]
+        runs = [
+            store.get(
+                f"{path.name}, {requests} requests, {steps} steps, seed {seed}",
+                partial(speeds, loaded[path], requests, steps, seed),
+            )
+            for seed in range(seeds)
+        ]
         base, head, fixed, oracle = (np.array([run[arm] for run in runs]) for arm in ARMS)
         ratios = [Ratio(head, base), Ratio(head, fixed), Ratio(oracle, base)]
         rows.append([path.stem, str(requests), f"{head.mean():,.0f}", *map(str, ratios)])
@@ -88,10 +92,10 @@ def main(
     picture(output / "serve.png", heights)
     if publish and not traces:
         text = (
-            "The head with exact labels against the article's score, both learned on half of the prompts and then serving "
-            f"the other half without learning: simulated at the step costs of `{DEPLOYMENTS[0].name}` "
-            f"(`benchmarks/serving/server.py`), {seeds} runs, mean and 95 % interval. The oracle knows the true acceptance "
-            "probabilities (a bound, not lossless)."
+            "The head with exact labels against the article's score, both learned on half of the prompts and then "
+            f"serving the other half without learning: simulated at the step costs of `{DEPLOYMENTS[0].name}` "
+            f"(`benchmarks/serving/server.py`), {seeds} runs, mean and 95 % interval. The oracle knows the true "
+            "acceptance probabilities (a bound, not lossless)."
         )
         parts = [text, results.table(COLUMNS, rows), "![Throughput with the head](results-score-serving.png)"]
         results.publish("score-serving", "The head in serving, simulated", "make report-score", "\n\n".join(parts))
