@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings
+from av_triton.ops.accumulate import GATES, OFFSET
 from tests.lossless.exact import Acceptance, Lengths, View
 
 WIDTH = 18
@@ -117,6 +118,8 @@ class Shipped:
         if not self.histories:
             torch.set_num_threads(1)
             self.verifier = AdaptiveVerifier(6, self.depth, "cpu", cost=self.cost, settings=self.settings, max_rows=4)
+            if self.settings.offset_prior is not None:  # serve the offsets, whatever they gain
+                self.verifier.estimator.state.gates[OFFSET] = GATES[OFFSET]
             self._memory = Memory(self.verifier)
             history, rng = History(self._memory.take()), random.Random(self.seed)
             batch = tuple(range(self.requests))
