@@ -751,3 +751,13 @@ def test_the_fixed_point_sums_cannot_overflow():
     with pytest.raises(ValueError, match=r"max_rows 1024 x replicas 100 .* keep it below 21474836"):
         AcceptanceEstimator(1024, K, settings=Settings(refit_interval=1000, replicas=100))
     AcceptanceEstimator(1024, K, settings=Settings(refit_interval=1000, replicas=20))
+
+
+def test_status_names_what_is_added_to_the_log_odds():
+    verifier = AdaptiveVerifier(
+        4, K, settings=Settings(offset_prior=16.0, policy="fixed", fixed_budget=4), hidden_size=8
+    )
+    assert verifier.status().additions == ()
+    verifier.estimator.state.gates[0, 1] = 1
+    verifier.estimator.state.gates[1, 0] = 1
+    assert verifier.status().additions == ("offset, greedy", "head, sampled")
