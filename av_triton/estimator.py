@@ -144,7 +144,7 @@ class AcceptanceEstimator:
                 strata=torch.zeros(max_slots, dtype=torch.int32),
                 offsets=torch.zeros(max_slots),
                 residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
-                gates=torch.full((2, S), -_accumulate.GATE, dtype=torch.int64),
+                gates=-torch.tensor(_accumulate.GATES)[:, None].expand(2, S).contiguous(),
                 gains=torch.zeros(2, S, dtype=torch.int64),
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
@@ -494,13 +494,14 @@ class AcceptanceEstimator:
         s.labels.zero_()
         if snapshot.labels is not None:
             s.labels[:, :K] = torch.tensor(snapshot.labels, device=self.device)
-        s.gates.fill_(-_accumulate.GATE)
+        bounds = torch.tensor(_accumulate.GATES)[:, None]
+        s.gates.copy_(-bounds)
         if snapshot.gates is not None:
-            s.gates.copy_(torch.tensor(snapshot.gates).clamp(-_accumulate.GATE, _accumulate.GATE))
+            s.gates.copy_(torch.tensor(snapshot.gates).clamp(-bounds, bounds))
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
             if snapshot.head is None:
-                s.gates[_accumulate.HEAD] = -_accumulate.GATE
+                s.gates[_accumulate.HEAD] = -_accumulate.GATES[_accumulate.HEAD]
         s.clock[_accumulate.CYCLE] = 0
 
     @staticmethod

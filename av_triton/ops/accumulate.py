@@ -18,9 +18,13 @@ under a Gaussian prior of inverse variance `prior`; p and the sums above are wit
     o = R / (V + prior), at most 4 either way        R = sum of omega (y-p), V = sum of omega p(1-p)
 
 An addition to the log-odds, the offset or the correction of `head.py`, is served where it has proved itself: while its
-gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored:
+gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored, the
+correction's on top of the offset where that is served:
 
-    S = min(max(S + sum of omega (loss without it - loss with it), -8), 8), at first -8
+    S = min(max(S + sum of omega (loss without it - loss with it), -C), C), at first -C
+
+Were the score without the addition true, a run of labels would gain C nats with a chance of e^-C at most. C is 4 for
+the offset, which has no coefficients, and 8 for the correction, which has hundreds.
 
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
@@ -44,8 +48,8 @@ from av_triton.settings import MAX_DRAFT_POSITIONS
 
 LARGEST_ENTRY = 400  # 40² / 4
 MAX_OFFSET = 4.0
-GATE = 8 * Q30  # nats
 OFFSET, HEAD = range(2)  # rows of EstimatorState.gates
+GATES = (4 * Q30, 8 * Q30)  # their bounds, nats
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 
@@ -58,7 +62,8 @@ _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
-_GATE = tl.constexpr(GATE)
+_OFFSET_GATE = tl.constexpr(GATES[OFFSET])
+_HEAD_GATE = tl.constexpr(GATES[HEAD])
 _BLOCK = 64
 
 
@@ -194,6 +199,13 @@ def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
 
 
 @triton.jit
+def _move_gate(gate, gain, BOUND: tl.constexpr):
+    moved = tl.load(gate) + tl.load(gain, cache_modifier=".cg")
+    tl.store(gate, tl.minimum(tl.maximum(moved, -BOUND), BOUND))
+    tl.store(gain, 0)
+
+
+@triton.jit
 def _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR: tl.constexpr):
     """Add what a tile [rows, P] says of its requests to their sums, and store the offsets that follow."""
     at = residuals + 2 * slot
@@ -286,9 +298,9 @@ def observe_kernel(
     for s in tl.static_range(STRATA):
         _add_sums(f, information, residual, omega, (stratum == s)[:, None], sums + s * 6 * P, k, mask)
     if PRIOR is not None:
-        below = z
-        z += tl.load(offsets + slot, mask=real, other=0.0)[:, None]
-        _add_gain(below, z, y, omega, stratum, gains, STRATA)
+        offset = tl.load(offsets + slot, mask=real, other=0.0)
+        _add_gain(z, z + offset[:, None], y, omega, stratum, gains, STRATA)
+        z += tl.where(tl.load(gates + stratum, mask=real, other=0) > 0, offset, 0.0)[:, None]
         tl.debug_barrier()  # every thread has read the offsets
         _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR)
     if corrections is not None:
@@ -309,10 +321,9 @@ def observe_kernel(
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
         if (PRIOR is not None) or (corrections is not None):
-            for s in tl.static_range(2 * STRATA):
-                gate = tl.load(gates + s) + tl.load(gains + s)
-                tl.store(gates + s, tl.minimum(tl.maximum(gate, -_GATE), _GATE))
-                tl.store(gains + s, 0)
+            for s in tl.static_range(STRATA):
+                _move_gate(gates + s, gains + s, _OFFSET_GATE)
+                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 at_s = s * P
@@ -408,12 +419,16 @@ def _observe_torch(
     state.sums[:, :, :positions].index_add_(0, strata, entries)
     z = state.slopes[strata][:, None] * f + intercepts[strata]
     if offset_prior is not None:
-        z = _gain_torch(state, OFFSET, strata, z, state.offsets[at, None], y, omega)
+        offset = state.offsets[at, None]
+        served_offset = torch.where(state.gates[OFFSET, strata, None] > 0, offset, 0.0)
+        _gain_torch(state, OFFSET, strata, z, z + offset, y, omega)
+        z = z + served_offset
         pairs = state.residuals[at] + entries[:, [G, C]].sum(2)
         state.residuals[at] = pairs.clamp(-LARGEST_RESIDUAL, LARGEST_RESIDUAL)
         state.offsets[at] = offset_reference(state.residuals[at], offset_prior)
     if state.head is not None:
-        z = _gain_torch(state, HEAD, strata, z, state.head.corrections[at, :positions], y, omega)
+        without, z = z, z + state.head.corrections[at, :positions]
+        _gain_torch(state, HEAD, strata, without, z, y, omega)
         state.head.omegas[at, :positions] = omega
         state.head.residuals[at, :positions] = omega * (y - 1.0 / (1.0 + torch.exp(-z)))
     verified = k < v[:, None]
@@ -449,16 +464,14 @@ def _gain_torch(
     gate: int,
     strata: torch.Tensor,
     without: torch.Tensor,
-    addition: torch.Tensor,
+    with_it: torch.Tensor,
     y: torch.Tensor,
     omega: torch.Tensor,
-) -> torch.Tensor:
-    """Move a gate by what the addition to the log-odds gains; returns the log-odds with it."""
-    with_it = without + addition
+) -> None:
+    """Move a gate by what its addition to the log-odds gains."""
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
     state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
-    state.gates[gate].clamp_(-GATE, GATE)
-    return with_it
+    state.gates[gate].clamp_(-GATES[gate], GATES[gate])
 
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])
