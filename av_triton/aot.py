@@ -95,9 +95,16 @@ class KernelCase(msgspec.Struct, frozen=True):
     def limits(self) -> Limits:
         """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
         limits = LIMITS[self.name]
-        if self.signature.get("tokens", "constexpr") != "constexpr" and self.name == "logit_max_kernel":
+
+        def given(pointer: str) -> bool:
+            return bool(self.signature.get(pointer, "constexpr") != "constexpr")
+
+        if given("tokens") and self.name == "logit_max_kernel":
             # The argmax takes one more, and registers: it notes the block in which a lane's maximum was met.
             limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 1)
+        if given("part_t") and self.name == "logit_max_kernel":
+            # The entropy is another running sum: four more, five on sm_120.
+            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 5)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
@@ -108,7 +115,8 @@ class KernelCase(msgspec.Struct, frozen=True):
         if "row_stride" in self.signature:
             kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
             if ["tt.divisibility", 16] not in kinds:
-                return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
+                most = max(limits.registers, 128)  # an address more per load
+                return msgspec.structs.replace(limits, registers=most, wide_loads=0, per_logit=float("inf"))
         return limits
 
 

@@ -144,7 +144,7 @@ class AcceptanceEstimator:
                 strata=torch.zeros(max_slots, dtype=torch.int32),
                 offsets=torch.zeros(max_slots),
                 residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
-                gates=-torch.tensor(_accumulate.GATES)[:, None].expand(2, S).contiguous(),
+                gates=-torch.tensor(_accumulate.GATES)[:, None].repeat(1, S),
                 gains=torch.zeros(2, S, dtype=torch.int64),
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
@@ -494,14 +494,14 @@ class AcceptanceEstimator:
         s.labels.zero_()
         if snapshot.labels is not None:
             s.labels[:, :K] = torch.tensor(snapshot.labels, device=self.device)
-        bounds = torch.tensor(_accumulate.GATES)[:, None]
+        bounds = torch.tensor(_accumulate.GATES, device=self.device)[:, None]
         s.gates.copy_(-bounds)
         if snapshot.gates is not None:
-            s.gates.copy_(torch.tensor(snapshot.gates).clamp(-bounds, bounds))
+            s.gates.copy_(torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds))
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
             if snapshot.head is None:
-                s.gates[_accumulate.HEAD] = -_accumulate.GATES[_accumulate.HEAD]
+                s.gates[_accumulate.HEAD] = -bounds[_accumulate.HEAD]
         s.clock[_accumulate.CYCLE] = 0
 
     @staticmethod

@@ -27,6 +27,7 @@ class Status(msgspec.Struct, frozen=True):
     refits: int
     explored: int  # requests verified to full depth by the exploration schedule
     bypassed: int  # segments verified in full because trimming promised too little
+    additions: tuple[str, ...]  # to the log-odds, as served now: "offset" or "head", and the stratum
 
 
 class AdaptiveVerifier:
@@ -183,4 +184,10 @@ class AdaptiveVerifier:
             refits=int(self.estimator.state.clock[_accumulate.REFITS]),
             explored=plan[_select.EXPLORED],
             bypassed=plan[_select.BYPASSED],
+            additions=tuple(
+                f"{what}, {stratum}"
+                for what, gates in zip(("offset", "head"), self.estimator.state.gates.tolist(), strict=True)
+                for stratum, gate in zip(self.settings.strata, gates, strict=True)
+                if gate > 0
+            ),
         )

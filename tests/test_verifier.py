@@ -37,7 +37,7 @@ def peaked(rng, rows, positions=K, scale=3.0):
 
 
 def state_of(verifier):
-    return [t.clone() for t in (*verifier.estimator.state, *verifier.planner.state)]
+    return [t.clone() for t in (*verifier.estimator.state, *verifier.planner.state) if t is not None]
 
 
 def assert_same_state(verifier, before):
@@ -620,11 +620,11 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path):
 
 def addresses(verifier):
     tensors = [*verifier.estimator.state, *verifier.planner.state, *verifier.planner._out, *verifier.planner._costs]
-    return [t.data_ptr() for t in tensors]
+    return [t.data_ptr() for t in tensors if t is not None]
 
 
 def test_addresses_stay_the_same(backend, rng):
-    verifier = make(Settings(refit_interval=2))
+    verifier = make(Settings(refit_interval=2, entropy=True, history=True))
     before, views = addresses(verifier), set()
     for rows in (3, 5, 1):
         slots = torch.arange(rows)
@@ -751,3 +751,13 @@ def test_the_fixed_point_sums_cannot_overflow():
     with pytest.raises(ValueError, match=r"max_rows 1024 x replicas 100 .* keep it below 21474836"):
         AcceptanceEstimator(1024, K, settings=Settings(refit_interval=1000, replicas=100))
     AcceptanceEstimator(1024, K, settings=Settings(refit_interval=1000, replicas=20))
+
+
+def test_status_names_what_is_added_to_the_log_odds():
+    verifier = AdaptiveVerifier(
+        4, K, settings=Settings(offset_prior=16.0, policy="fixed", fixed_budget=4), hidden_size=8
+    )
+    assert verifier.status().additions == ()
+    verifier.estimator.state.gates[0, 1] = 1
+    verifier.estimator.state.gates[1, 0] = 1
+    assert verifier.status().additions == ("offset, greedy", "head, sampled")

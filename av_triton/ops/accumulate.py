@@ -21,10 +21,11 @@ An addition to the log-odds, the offset or the correction of `head.py`, is serve
 gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored, the
 correction's on top of the offset where that is served:
 
-    S = min(max(S + sum of omega (loss without it - loss with it), -C), C), at first -C
+    S = min(max(S + sum of omega (loss without it - loss with it), -B), B)
 
-Were the score without the addition true, a run of labels would gain C nats with a chance of e^-C at most. C is 4 for
-the offset, which has no coefficients, and 8 for the correction, which has hundreds.
+S is -B until the first refit, for to be ahead of the initial coefficients proves nothing. Were the law without the
+addition true, e^-B would bound the chance that a run of labels opens the gate; B is 4 for the offset, which has no
+coefficients, and 8 for the head, which has hundreds.
 
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
@@ -62,8 +63,7 @@ _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
-_OFFSET_GATE = tl.constexpr(GATES[OFFSET])
-_HEAD_GATE = tl.constexpr(GATES[HEAD])
+_OFFSET_GATE, _HEAD_GATE = tl.constexpr(GATES[OFFSET]), tl.constexpr(GATES[HEAD])
 _BLOCK = 64
 
 
@@ -199,9 +199,10 @@ def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
 
 
 @triton.jit
-def _move_gate(gate, gain, BOUND: tl.constexpr):
-    moved = tl.load(gate) + tl.load(gain, cache_modifier=".cg")
-    tl.store(gate, tl.minimum(tl.maximum(moved, -BOUND), BOUND))
+def _move_gate(gate, gain, BOUND: tl.constexpr, untried):
+    now = tl.load(gate)
+    moved = tl.minimum(tl.maximum(now + tl.load(gain, cache_modifier=".cg"), -BOUND), BOUND)
+    tl.store(gate, tl.where(untried, now, moved))
     tl.store(gain, 0)
 
 
@@ -321,9 +322,10 @@ def observe_kernel(
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
         if (PRIOR is not None) or (corrections is not None):
+            untried = tl.load(clock + 3) == 0
             for s in tl.static_range(STRATA):
-                _move_gate(gates + s, gains + s, _OFFSET_GATE)
-                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE)
+                _move_gate(gates + s, gains + s, _OFFSET_GATE, untried)
+                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE, untried)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 at_s = s * P
@@ -470,8 +472,9 @@ def _gain_torch(
 ) -> None:
     """Move a gate by what its addition to the log-odds gains."""
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
-    state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
-    state.gates[gate].clamp_(-GATES[gate], GATES[gate])
+    if int(state.clock[REFITS]):
+        state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
+        state.gates[gate].clamp_(-GATES[gate], GATES[gate])
 
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])

@@ -10,9 +10,9 @@ With p = sigmoid(w f + b + o + c), the offset o where it is served, the residual
 adds to the gradient. When a minibatch of 32 labels is full, each weight takes a step of Adagrad, and mean and variance
 move to those of the labelled hidden states, as a running mean over at most 4096 labels:
 
-    g = gradient / labels        curvature = (1 - 1/256) curvature + g²        weights += 0.1 g / sqrt(curvature)
+    g = gradient / labels    curvature = (1 - 1/256) curvature + g²    weights += 0.1 g / sqrt(curvature)
 
-The curvature forgets, so that the steps stay large enough to follow a new workload.
+It forgets, so that its steps stay large enough to follow a new workload.
 
 What is summed is quantised once per draft and coordinate to int64 Q30, so the order of the rows does not matter.
 Weights start at 0: a cold start is exactly the estimator without a head.
@@ -32,7 +32,7 @@ from av_triton.ops.logit_max import INVALID, sigmoid_score
 from av_triton.ops.select import Q30, gather_slots
 
 MAX_HIDDEN = 8192
-RATE, KEPT, MINIBATCH, HORIZON = 0.1, 1 - 1 / 256, 32, 4096
+RATE, FORGET, MINIBATCH, HORIZON = 0.1, 1 / 256, 32, 4096
 LARGEST_INPUT, LARGEST_CORRECTION, LARGEST_WEIGHT = 4.0, 4.0, 64.0
 LEAST_VARIANCE, LARGEST_VARIANCE = 1e-12, 1e30
 
@@ -43,7 +43,7 @@ PENDING, KNOWN, BEHIND, TICKET = range(4)
 _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
 _RATE = tl.constexpr(RATE)
-_KEPT = tl.constexpr(KEPT)
+_KEEP = tl.constexpr(1.0 - FORGET)
 _MINIBATCH = tl.constexpr(MINIBATCH * Q30)
 _HORIZON = tl.constexpr(HORIZON * Q30)
 _LARGEST_INPUT = tl.constexpr(LARGEST_INPUT)
@@ -242,7 +242,7 @@ def _mean_of(sums, labels, mask):
 @triton.jit
 def _step(weights, curvature, gradient, labels, at, mask):
     g = _mean_of(gradient, labels, mask)
-    u = tl.load(curvature + at, mask=mask, other=0.0) * _KEPT + g * g
+    u = _KEEP * tl.load(curvature + at, mask=mask, other=0.0) + g * g
     v = tl.load(weights + at, mask=mask, other=0.0) + tl.where(u > 0.0, _RATE * g / tl.sqrt(u + 1e-30), 0.0)
     tl.store(curvature + at, u, mask=mask)
     tl.store(weights + at, tl.minimum(tl.maximum(v, -_LARGEST_WEIGHT), _LARGEST_WEIGHT), mask=mask)
@@ -364,8 +364,7 @@ def _learn_torch(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) ->
             continue
         gradient, first, second = state.sums[s].float()
         g = gradient / float(pending)
-        u = KEPT * state.curvature[s] + g * g
-        state.curvature[s] = u
+        u = state.curvature[s] = (1 - FORGET) * state.curvature[s] + g * g
         step = torch.where(u > 0, RATE * g / (u + 1e-30).sqrt(), 0.0)
         state.weights[s] = (state.weights[s] + step).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
         behind = min(behind + known, HORIZON * Q30)

@@ -114,13 +114,14 @@ def fold(m, c, t, scale, N: tl.constexpr, MOMENT: tl.constexpr):
     as well: (t + (c + 1) (max - m)) exp((m - max) / T) of the others."""
     top = tl.max(m, 0)
     i = tl.arange(0, N)
-    winner = tl.min(tl.where(m == top, i, N), 0)
+    wins = i == tl.min(tl.where(m == top, i, N), 0)
+    tokens = c + 1.0
     e = tl.exp2((m - top) * scale)
+    rest = tl.where(top > _EMPTY, tl.sum(tl.where(wins, c, tokens * e), 0), 0.0 * tl.sum(c, 0))
     moment = 0.0
     if MOMENT:
-        moment = tl.sum(tl.where(i == winner, t, (t + (c + 1.0) * tl.minimum(top - m, _FAR)) * e), 0)
-    share = tl.where(i == winner, c, (c + 1.0) * e)
-    return top, tl.where(top > _EMPTY, tl.sum(share, 0), 0.0 * tl.sum(c, 0)), moment
+        moment = tl.sum(tl.where(wins, t, (t + tokens * tl.minimum(top - m, _FAR)) * e), 0)
+    return top, rest, moment
 
 
 @triton.jit
@@ -268,11 +269,11 @@ def store_law(m, c, t, x, scale, at, entropies, gaps):
 
 
 @triton.jit
-def store_split(m, c, t, part_m, part_c, part_t, at):
-    tl.store(part_m + at, m)
-    tl.store(part_c + at, c)
+def store_split(m, c, t, part_m, part_c, part_t, at, split):
+    tl.store(part_m + at + split, m)
+    tl.store(part_c + at + split, c)
     if part_t is not None:
-        tl.store(part_t + at, t)
+        tl.store(part_t + at + split, t)
 
 
 @triton.jit
@@ -359,7 +360,7 @@ def logit_max_kernel(
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS
-            store_split(m, c, t, part_m, part_c, part_t, at + split)
+            store_split(m, c, t, part_m, part_c, part_t, at, split)
             if tokens is not None:
                 tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
@@ -436,8 +437,8 @@ def run(
         logit_max_kernel[(n, splits)](
             rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1],
             parts[2] if moment else None, None, ticket, m, c, t if moment else None, feature, None, None, None, n,
-            None, None, None, None, None, None, None, entropy if moment else None, None, None, 0, 0, SPLITS=splits,
-            BLOCK=block, P=1, num_warps=warps, **(register_ceiling() if moment else {}),
+            None, None, None, None, None, None, None, entropy if moment else None, None, None, None, None,
+            SPLITS=splits, BLOCK=block, P=1, num_warps=warps, **(register_ceiling() if moment else {}),
         )  # fmt: skip
     first, second, third = (each.view(logits.shape[:-1]) for each in out)
     return first, second, third

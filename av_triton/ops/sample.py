@@ -124,19 +124,19 @@ def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr, MO
     m = tl.full([BLOCK], _EMPTY, tl.float32)
     c = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.zeros([BLOCK], tl.int32)
+    y = tl.full([BLOCK], float("-inf"), tl.float32)
+    v = tl.zeros([BLOCK], tl.int32)
     for j in tl.range(lo, hi, 4 * BLOCK):
         group = tl.full([BLOCK], j // (4 * BLOCK), tl.uint32)
-        r0, r1, r2, r3 = tl.philox(seed, lane.to(tl.uint32), group, zero, zero)
         at = j + lane
-        m, c, t, best, token = _take(row, at, hi, r0, scale, unit, random, m, c, t, best, token, MOMENT)
-        m, c, t, best, token = _take(row, at + BLOCK, hi, r1, scale, unit, random, m, c, t, best, token, MOMENT)
-        m, c, t, best, token = _take(row, at + 2 * BLOCK, hi, r2, scale, unit, random, m, c, t, best, token, MOMENT)
-        m, c, t, best, token = _take(row, at + 3 * BLOCK, hi, r3, scale, unit, random, m, c, t, best, token, MOMENT)
+        r0, r1, r2, r3 = tl.philox(seed, lane.to(tl.uint32), group, zero, zero)
+        m, c, t, y, v = _take(row, at, hi, r0, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + BLOCK, hi, r1, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + 2 * BLOCK, hi, r2, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + 3 * BLOCK, hi, r3, scale, unit, random, m, c, t, y, v, MOMENT)
     top, rest, moment = fold(m, c, t, scale, BLOCK, MOMENT)
-    y = tl.max(best, 0)
-    return top, rest, moment, y, tl.min(tl.where(best == y, token, vocab - 1), 0)
+    best = tl.max(y, 0)
+    return top, rest, moment, best, tl.min(tl.where(y == best, v, vocab - 1), 0)
 
 
 @triton.jit(
@@ -193,10 +193,10 @@ def sample_kernel(
         m, c, t, y, token = _row_sample(start, lo, hi, scale, random, seed, vocab, BLOCK, part_t is not None)
         last = True
         if SPLITS > 1:
-            at = item.to(tl.int64) * SPLITS + split
-            store_split(m, c, t, part_m, part_c, part_t, at)
-            tl.store(part_y + at, y)
-            tl.store(part_token + at, token)
+            at = item.to(tl.int64) * SPLITS
+            store_split(m, c, t, part_m, part_c, part_t, at, split)
+            tl.store(part_y + at + split, y)
+            tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
@@ -288,10 +288,10 @@ def launch(
         )  # fmt: skip
 
 
-def _strides(per_draft: torch.Tensor | None) -> tuple[int, int]:
+def _strides(per_draft: torch.Tensor | None) -> tuple[int | None, int | None]:
     """Of [rows, positions] or [rows]."""
     if per_draft is None:
-        return 0, 0
+        return None, None
     return per_draft.stride(0), per_draft.stride(1) if per_draft.dim() == 2 else 0
 
 

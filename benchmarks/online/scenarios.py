@@ -64,7 +64,7 @@ def together(*streams: Iterator[Step]) -> Iterator[Step]:
     """The rows of several streams in one batch."""
     for steps in zip(*streams, strict=True):
         columns = zip(*(vars(step).values() for step in steps), strict=True)
-        yield Step(*(np.concatenate(column) for column in columns))
+        yield Step(*(None if column[0] is None else np.concatenate(column) for column in columns))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def traffic(trace: Trace, requests: int, steps: int, seed: int) -> Iterator[Step
     fresh, greedy = np.ones(requests, bool), np.full(requests, trace.greedy)
     for _ in range(steps):
         uniform = rng.random((requests, positions), np.float32)
-        yield Step(trace.features[at, row], trace.alpha[at, row], uniform, greedy, fresh, row.copy())
+        hidden = None if trace.hidden is None else trace.hidden[at, row]
+        log_q = trace.extra["log_q_sampled"][at, row].astype(np.float32) if "log_q_sampled" in trace.extra else None
+        yield Step(trace.features[at, row], trace.alpha[at, row], uniform, greedy, fresh, row.copy(), hidden, log_q)
         at = (at + 1) % length
         fresh = rng.random(requests) < 1 / LIFETIME
         count = int(fresh.sum())
@@ -119,10 +121,11 @@ class Server:
         share = depth / self.positions if self.settings.autoregressive else float(depth > 0)
         return draft_ms * share + float(verify_ms[drafts])
 
-    def ours(self, theta: Floats | None = None) -> Ours:
-        """Learning, or with the coefficients of an offline fit."""
+    def ours(self, theta: Floats | None = None, head: bool = False) -> Ours:
+        """Learning, or with the coefficients of an offline fit. head: on the trace's hidden states."""
         table = self.planned or self.deployment.table
-        return Ours(self.requests, self.positions, self.settings, table, theta)
+        size = self.trace.hidden.shape[-1] if head and self.trace.hidden is not None else None
+        return Ours(self.requests, self.positions, self.settings, table, theta, size)
 
     def peer(self) -> Peer:
         draft_ms, verify_ms = self.costs(self.planned or self.deployment.table)

@@ -38,7 +38,7 @@ class Trace:
     features: float32 [T, B, K], logit(q_max). alpha: float32 [T, B, K], exact acceptance probabilities.
     accepted: int64 [T, B], recorded verdicts. workload: int64 [T, B]. greedy: the drafts were the most likely tokens.
     head: float32 [T, B, K], log-odds of a trained confidence head, where the trace has them. extra: [T, B, K] by name,
-    those of EXTRA that the trace has.
+    those of EXTRA that the trace has. hidden: float32 [T, B, K, d], the drafter's last hidden states, if it has them.
     """
 
     name: str
@@ -49,6 +49,20 @@ class Trace:
     greedy: bool
     head: npt.NDArray[np.float32] | None
     extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    hidden: npt.NDArray[np.float32] | None = None
+
+    def of_rows(self, rows: slice) -> "Trace":
+        """These rows alone."""
+        return replace(
+            self,
+            features=self.features[:, rows],
+            alpha=self.alpha[:, rows],
+            accepted=self.accepted[:, rows],
+            workload=self.workload[:, rows],
+            head=None if self.head is None else self.head[:, rows],
+            extra={name: values[:, rows] for name, values in self.extra.items()},
+            hidden=None if self.hidden is None else self.hidden[:, rows],
+        )
 
     def in_batches(self, rows: int) -> "Trace":
         """The same drafts with `rows` rows per step, one group of rows after the other; rows left over are dropped."""
@@ -69,6 +83,7 @@ class Trace:
             workload=regroup(self.workload),
             head=None if self.head is None else regroup(self.head),
             extra={name: regroup(values) for name, values in self.extra.items()},
+            hidden=None if self.hidden is None else regroup(self.hidden),
         )
 
 
@@ -93,6 +108,7 @@ def load(path: Path) -> Trace:
         if missing:
             raise ValueError(f"{path}: no column {', '.join(missing)}; benchmarks/traces/README.md has the format")
         columns = {name: file[name] for name in (*COLUMNS, "conf", *EXTRA) if name in file.files}
+        hidden = hidden_states(file)
     axes = [np.unique(columns[name], return_inverse=True) for name in ("step", "row", "pos")]
     shape = tuple(len(values) for values, _ in axes)
     place = np.ravel_multi_index([index for _, index in axes], shape)
@@ -115,7 +131,16 @@ def load(path: Path) -> Trace:
         greedy=path.stem.endswith("_T0"),
         head=grid.get("conf"),
         extra={name: grid[name] for name in EXTRA if name in grid},
+        hidden=None if hidden is None else hidden[order].reshape(*shape, -1),
     )
+
+
+def hidden_states(file: Any) -> npt.NDArray[np.float32] | None:
+    """float32 [n, d] of an .npz file: `hid`, or where that is of integers `hid` * `hid_step` + `hid_mean`."""
+    if "hid" not in file.files:
+        return None
+    hidden: npt.NDArray[np.float32] = file["hid"].astype(np.float32)
+    return hidden * file["hid_step"] + file["hid_mean"] if "hid_step" in file.files else hidden
 
 
 def logits_for(features: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -128,6 +153,21 @@ def logits_for(features: npt.NDArray[np.float32]) -> torch.Tensor:
     logits = torch.zeros(*features.shape, others + 1)
     logits[..., 1:] = torch.from_numpy(-features - np.float32(np.log(others)))[..., None]
     return logits
+
+
+def drafts_for(features: npt.NDArray[np.float32], log_q: npt.NDArray[np.float32]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `logits_for`, with one token more, and the drawn tokens, int64 [...], whose log-probability is log_q."""
+    f, q = features.astype(np.float64), log_q.astype(np.float64)
+    complement, drawn = np.exp(-f), np.exp(q + np.logaddexp(0.0, -f))  # over the maximum's
+    top = drawn >= 1.0
+    rest = np.maximum(complement - np.where(top, 0.0, drawn), 0.0)
+    others = max(1, int(np.ceil(rest.max(initial=0.0))))
+    logits = torch.full((*features.shape, others + 2), -torch.inf)
+    logits[..., 0] = 0.0
+    with np.errstate(divide="ignore"):
+        logits[..., 1] = torch.from_numpy(np.where(top, -np.inf, np.log(drawn)))
+        logits[..., 2:] = torch.from_numpy(np.log(rest / others))[..., None]
+    return logits, torch.from_numpy((~top).astype(np.int64))
 
 
 @dataclass(frozen=True)

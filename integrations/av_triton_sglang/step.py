@@ -21,10 +21,13 @@ from av_triton import (
     CostTable,
     Plan,
     acceptance_score,
+    entropy_from_partial,
+    entropy_partial,
     logit_max_partial,
+    merge_entropy,
     merge_logit_max,
 )
-from av_triton.ops.logit_max import logit_from_partial
+from av_triton.ops.logit_max import INVALID, logit_from_partial
 from av_triton_sglang import costs, graphs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
@@ -188,15 +191,22 @@ class StepContext:
         return hidden
 
     def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
-        """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row.
+        """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row, and
+        a fourth where entropies are kept.
 
         logits: [B, K, V / ranks], of the tokens from `first_token` on. Returns the drafts, int64 [B, K].
         """
-        maximum, complement = logit_max_partial(logits)
-        token = (logits.argmax(-1) + first_token).float()  # exact: vocabularies have fewer than 2^24 tokens
-        maxima, complements, tokens = self.ranks.gather(torch.stack([maximum, complement, token])).unbind(1)
-        features = logit_from_partial(*merge_logit_max(maxima, complements))
         slots, state, K = self.slots(logits.shape[0], first), self.verifier.estimator.state, logits.shape[1]
+        parts = logit_max_partial(logits) if state.entropies is None else entropy_partial(logits)
+        token = (logits.argmax(-1) + first_token).float()  # exact: vocabularies have fewer than 2^24 tokens
+        gathered = self.ranks.gather(torch.stack([*parts, token]))
+        maxima, complements, tokens = gathered[:, 0], gathered[:, 1], gathered[:, -1]
+        features = logit_from_partial(*merge_logit_max(maxima, complements))
+        if state.entropies is not None:
+            merged = merge_entropy(maxima, complements, gathered[:, 2])
+            state.entropies[slots, :K] = entropy_from_partial(*merged[1:])
+        if state.gaps is not None:
+            state.gaps[slots, :K] = torch.where(features > INVALID, 0.0, torch.nan)
         by_stratum = [
             acceptance_score(features, slope, intercepts[:K].contiguous())
             for slope, intercepts in zip(state.slopes, state.intercepts, strict=True)
@@ -246,9 +256,11 @@ class StepContext:
         if self.ranks.alone:
             return
         state, slots = self.verifier.estimator.state, self.slots(self.rows)
-        features, scores = state.features[slots], state.scores[slots]
-        self.ranks.share(*([] if drafts is None else [drafts]), features, scores)
-        state.features[slots], state.scores[slots] = features, scores
+        kept = [each for each in (state.features, state.scores, state.entropies, state.gaps) if each is not None]
+        rows = [each[slots] for each in kept]
+        self.ranks.share(*([] if drafts is None else [drafts]), *rows)
+        for each, shared in zip(kept, rows, strict=True):
+            each[slots] = shared
 
     def observe(self, accepted: Tensor) -> None:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""

@@ -1,5 +1,6 @@
 """The streams of the online report: the same for both arms, and scored as it says."""
 
+import copy
 import itertools
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_both_arms_see_the_same_steps(traces, monkeypatch):
     for arm in (Ours, Peer):
 
         def admit(self, step, inner=arm.admit):
-            seen.setdefault(type(self), []).append((step, {k: v.copy() for k, v in vars(step).items()}))
+            seen.setdefault(type(self), []).append((step, copy.deepcopy(vars(step))))
             return inner(self, step)
 
         monkeypatch.setattr(arm, "admit", admit)

@@ -46,7 +46,7 @@ def test_counters_are_those_of_the_outputs(server: ForkServer, models: Path, fam
     assert status["drafted"][0] == adaptive.steps
     if family.drafts_to_depth:
         assert sorted(status["drafted"], reverse=True) == status["drafted"]
-        assert status["drafted"][-1] < adaptive.steps / 2
+        assert status["drafted"][-1] < 0.7 * adaptive.steps
     else:
         assert status["drafted"] == [adaptive.steps] * positions
     assert [a + t for a, t in zip(status["admitted"], status["trimmed"], strict=True)] == status["drafted"]

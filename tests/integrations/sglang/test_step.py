@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from av_triton import CostTable, Settings, logit_max_partial
+from av_triton import CostTable, Settings, entropy_partial, logit_max_partial
 from av_triton_sglang import graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
@@ -210,22 +210,24 @@ class Group:
         out.copy_(torch.cat([own, *(each.reshape(-1) for each in self.others)]))
 
 
-def test_a_split_head_scores_as_the_whole_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [{}, {"entropy": True}, {"entropy": True, "history": True}])
+def test_a_split_head_scores_as_the_whole_one(tmp_path: Path, kept: dict[str, bool]) -> None:
     torch.manual_seed(0)
     slots, logits = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4
-    whole, split = context(tmp_path), context(tmp_path)
+    whole, split = (context(tmp_path, settings=Settings(**kept)) for _ in range(2))
     for each in (whole, split):
         each.reset(slots, [request(top_k=1), request()])
         each.begin(slots)
-    whole.score(logits)
-    left, right = logits[..., :7], logits[..., 7:]
+    drawn = logits.argmax(-1)
+    whole.verifier.score(logits, slots, tokens=drawn)
+    left, right = logits[..., :7].contiguous(), logits[..., 7:].contiguous()
     token = (right.argmax(-1) + 7).float()
-    split.ranks = Ranks(Group([torch.stack([*logit_max_partial(right.contiguous()), token])]))
-    drafts = split.score_shard(left.contiguous(), 0, first=0)
-    assert drafts.tolist() == logits.argmax(-1).tolist()
-    for name in ("features", "scores"):
+    parts = entropy_partial(right) if kept else logit_max_partial(right)
+    split.ranks = Ranks(Group([torch.stack([*parts, token])]))
+    assert torch.equal(split.score_shard(left, 0, first=0), drawn)
+    for name in ("features", "scores", *(["entropies"] if kept else []), *(["gaps"] if "history" in kept else [])):
         got, want = (getattr(each.verifier.estimator.state, name) for each in (split, whole))
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0, equal_nan=True)
 
 
 def test_padding_rows_of_a_split_head_reach_no_request(tmp_path: Path) -> None:
