@@ -71,6 +71,8 @@ LIMITS = {
     "accumulate_kernel": Limits(registers=128, atomics_64=6),
     "observe_kernel": Limits(registers=128, atomics_64=12),
     "refit_kernel": Limits(registers=128),
+    "correct_kernel": Limits(registers=64, wide_loads=3),
+    "learn_kernel": Limits(registers=128, wide_loads=1, atomics_64=6),
     "reset_kernel": Limits(registers=64),
 }
 
@@ -106,6 +108,10 @@ class KernelCase(msgspec.Struct, frozen=True):
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
+        if self.name == "correct_kernel":
+            block = self.constants[(self.kernel.arg_names.index("BLOCK"),)]
+            if self.signature["hidden"] == "constexpr" or block < 256:  # none to read, or less than 16 bytes a thread
+                return msgspec.structs.replace(limits, wide_loads=0)
         if "row_stride" in self.signature:
             kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
             if ["tt.divisibility", 16] not in kinds:
@@ -474,6 +480,28 @@ def _verifier_workloads() -> Iterator[Workload]:
             run = partial(_steps, rows, positions, av.Settings(**settings))
             quick = (rows, name) in ((256, "earlier"), (64, "lookahead"), (256, "entropy and history"))
             yield Workload(f"verifier {name} {rows} x {positions}", run, quick=quick)
+    for rows, positions, d in ((1024, 7, 64), (256, 7, 576), (64, 16, 4096), (8, 3, 8192)):
+        for prior in (None, 4.0):
+            run = partial(_head_steps, rows, positions, d, av.Settings(offset_prior=prior))
+            label = f"verifier head of {d}{', offsets' if prior else ''} {rows} x {positions}"
+            yield Workload(label, run, quick=rows == 256 and prior is not None)
+
+
+def _head_steps(rows: int, positions: int, d: int, settings: av.Settings) -> None:
+    """Steps of a verifier with a head: a hidden state for each position, one for all, one position, none."""
+    cost = av.CostTable(draft=[(1, 1.0), (rows, 2.0)], verify=[(1, 1.0), (16 * rows, 9.0)])
+    verifier = av.AdaptiveVerifier(rows, positions, cost=cost, settings=settings, max_rows=rows, hidden_size=d)
+    slots, length = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    logits = torch.empty(rows, positions, 32_000, dtype=torch.bfloat16)
+    tokens = torch.zeros(rows, positions, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        hidden = torch.empty(rows, positions, d, dtype=dtype)
+        verifier.score(logits, slots, tokens=tokens, hidden=hidden)
+        verifier.score(logits, slots, tokens=tokens, hidden=hidden[:, 0].contiguous())
+        verifier.sample(logits[:, 0].contiguous(), slots, position=0, hidden=hidden[:, 0].contiguous())
+    verifier.score(logits, slots)
+    verifier.observe(slots, length, length)
+    verifier.observe(slots, length, length, acceptance=torch.ones(rows, positions))
 
 
 def _steps(rows: int, positions: int, settings: av.Settings) -> None:

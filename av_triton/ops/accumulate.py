@@ -18,7 +18,8 @@ under a Gaussian prior of inverse variance `prior`; p and the sums above are wit
     o = R / (V + prior), at most 4 either way        R = sum of omega (y-p), V = sum of omega p(1-p)
 
 An addition to the log-odds, the offset or the correction of `head.py`, is served where it has proved itself: while its
-gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored:
+gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored, the
+correction's on top of the offset where that is served:
 
     S = min(max(S + sum of omega (loss without it - loss with it), -B), B)
 
@@ -200,7 +201,7 @@ def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
 @triton.jit
 def _move_gate(gate, gain, BOUND: tl.constexpr, untried):
     now = tl.load(gate)
-    moved = tl.minimum(tl.maximum(now + tl.load(gain), -BOUND), BOUND)
+    moved = tl.minimum(tl.maximum(now + tl.load(gain, cache_modifier=".cg"), -BOUND), BOUND)
     tl.store(gate, tl.where(untried, now, moved))
     tl.store(gain, 0)
 
@@ -298,9 +299,9 @@ def observe_kernel(
     for s in tl.static_range(STRATA):
         _add_sums(f, information, residual, omega, (stratum == s)[:, None], sums + s * 6 * P, k, mask)
     if PRIOR is not None:
-        below = z
-        z += tl.load(offsets + slot, mask=real, other=0.0)[:, None]
-        _add_gain(below, z, y, omega, stratum, gains, STRATA)
+        offset = tl.load(offsets + slot, mask=real, other=0.0)
+        _add_gain(z, z + offset[:, None], y, omega, stratum, gains, STRATA)
+        z += tl.where(tl.load(gates + stratum, mask=real, other=0) > 0, offset, 0.0)[:, None]
         tl.debug_barrier()  # every thread has read the offsets
         _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR)
     if corrections is not None:
@@ -420,12 +421,16 @@ def _observe_torch(
     state.sums[:, :, :positions].index_add_(0, strata, entries)
     z = state.slopes[strata][:, None] * f + intercepts[strata]
     if offset_prior is not None:
-        z = _gain_torch(state, OFFSET, strata, z, state.offsets[at, None], y, omega)
+        offset = state.offsets[at, None]
+        served_offset = torch.where(state.gates[OFFSET, strata, None] > 0, offset, 0.0)
+        _gain_torch(state, OFFSET, strata, z, z + offset, y, omega)
+        z = z + served_offset
         pairs = state.residuals[at] + entries[:, [G, C]].sum(2)
         state.residuals[at] = pairs.clamp(-LARGEST_RESIDUAL, LARGEST_RESIDUAL)
         state.offsets[at] = offset_reference(state.residuals[at], offset_prior)
     if state.head is not None:
-        z = _gain_torch(state, HEAD, strata, z, state.head.corrections[at, :positions], y, omega)
+        without, z = z, z + state.head.corrections[at, :positions]
+        _gain_torch(state, HEAD, strata, without, z, y, omega)
         state.head.omegas[at, :positions] = omega
         state.head.residuals[at, :positions] = omega * (y - 1.0 / (1.0 + torch.exp(-z)))
     verified = k < v[:, None]
@@ -461,17 +466,15 @@ def _gain_torch(
     gate: int,
     strata: torch.Tensor,
     without: torch.Tensor,
-    addition: torch.Tensor,
+    with_it: torch.Tensor,
     y: torch.Tensor,
     omega: torch.Tensor,
-) -> torch.Tensor:
-    """Move a gate by what the addition to the log-odds gains; returns the log-odds with it."""
-    with_it = without + addition
+) -> None:
+    """Move a gate by what its addition to the log-odds gains."""
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
     if int(state.clock[REFITS]):
         state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
         state.gates[gate].clamp_(-GATES[gate], GATES[gate])
-    return with_it
 
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])

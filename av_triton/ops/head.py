@@ -4,11 +4,11 @@ For a draft at position k with hidden state h, of a request in stratum s,
 
     z[i] = clamp((h[i] - mean[s, i]) / sqrt(variance[s, i]), -4, 4)        a NaN counts as 0
     x    = (z / |z|, (log q(x_{k-1}) + 1) / 2)                             the last entry is 0 at k = 0 or where unknown
-    c    = weights[s] . x, at most 8 either way
+    c    = weights[s] . x, at most 4 either way
 
-With p = sigmoid(w f + b + o + c), the residual omega (y - p) of every labelled draft adds to the gradient. When a
-minibatch of 32 labels is full, each weight takes a step of Adagrad, and mean and variance move to those of the labelled
-hidden states, as a running mean over at most 4096 labels:
+With p = sigmoid(w f + b + o + c), the offset o where it is served, the residual omega (y - p) of every labelled draft
+adds to the gradient. When a minibatch of 32 labels is full, each weight takes a step of Adagrad, and mean and variance
+move to those of the labelled hidden states, as a running mean over at most 4096 labels:
 
     g = gradient / labels    curvature = (1 - 1/256) curvature + g²    weights += 0.1 g / sqrt(curvature)
 
@@ -33,12 +33,12 @@ from av_triton.ops.select import Q30, gather_slots
 
 MAX_HIDDEN = 8192
 RATE, FORGET, MINIBATCH, HORIZON = 0.1, 1 / 256, 32, 4096
-LARGEST_INPUT, LARGEST_CORRECTION, LARGEST_WEIGHT = 4.0, 8.0, 64.0
+LARGEST_INPUT, LARGEST_CORRECTION, LARGEST_WEIGHT = 4.0, 4.0, 64.0
 LEAST_VARIANCE, LARGEST_VARIANCE = 1e-12, 1e30
 
 # Rows of HeadState.sums and HeadState.counts.
 GRADIENT, FIRST, SECOND = range(3)
-PENDING, KNOWN, BEHIND = range(3)
+PENDING, KNOWN, BEHIND, TICKET = range(4)
 
 _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
@@ -51,7 +51,7 @@ _LARGEST_CORRECTION = tl.constexpr(LARGEST_CORRECTION)
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
 _LEAST_VARIANCE = tl.constexpr(LEAST_VARIANCE)
 _LARGEST_VARIANCE = tl.constexpr(LARGEST_VARIANCE)
-_COLUMNS = 64  # of a program that learns
+_COLUMNS = 64  # of a program that learns: a cache line
 _ITEMS = 32  # drafts of its tile
 
 
@@ -66,8 +66,8 @@ class HeadState(NamedTuple):
     mean: torch.Tensor  # float32 [S, d + 1]
     variance: torch.Tensor  # float32 [S, d + 1]
     sums: torch.Tensor  # int64 Q30 [S, 3, d + 1], of the minibatch: gradient, first and second moment of z
-    # int64 Q30 [S, programs, 3]: labels of the minibatch, those of them with a hidden state, labels behind the mean.
-    # Every program that learns has its own copy, so that none waits for another.
+    # int64 [S, blocks of columns, 4]: labels of the minibatch, those of them with a hidden state, labels behind the
+    # mean, all Q30, and a ticket. Every block has its own copy, so that none waits for another.
     counts: torch.Tensor
     # Of the drafts that wait for their verdict:
     inputs: torch.Tensor  # float16 [slots, P, d], z
@@ -81,14 +81,19 @@ class HeadState(NamedTuple):
 def new_state(strata: int, slots: int, positions: int, hidden_size: int) -> HeadState:
     """positions: P. On torch's default device."""
     columns = hidden_size + 1
+    row_width = triton.cdiv(columns, 16) * 16  # rows start at a multiple of 64 bytes: loads of 16 bytes
+
+    def by_column(value: float) -> torch.Tensor:
+        return torch.full((strata, row_width), value)[:, :columns]
+
     per_draft = [torch.zeros(slots, positions) for _ in range(5)]
     return HeadState(
-        weights=torch.zeros(strata, columns),
-        curvature=torch.zeros(strata, columns),
-        mean=torch.zeros(strata, columns),
-        variance=torch.ones(strata, columns),
+        weights=by_column(0.0),
+        curvature=by_column(0.0),
+        mean=by_column(0.0),
+        variance=by_column(1.0),
         sums=torch.zeros(strata, 3, columns, dtype=torch.int64),
-        counts=torch.zeros(strata, triton.cdiv(columns, _COLUMNS), 3, dtype=torch.int64),
+        counts=torch.zeros(strata, triton.cdiv(columns, _COLUMNS), 4, dtype=torch.int64),
         inputs=torch.zeros(slots, positions, hidden_size, dtype=torch.float16),
         norms=per_draft[0],
         histories=per_draft[1],
@@ -125,7 +130,7 @@ def _history(features, scores, gaps, at, position):
 
 @triton.jit(do_not_specialize=["positions", "first_position", "num_slots"], do_not_specialize_on_alignment=["slots"])
 def correct_kernel(
-    hidden, row_stride, position_stride, slots, num_slots, positions, first_position, D,
+    hidden, row_stride, position_stride, slots, num_slots, positions, first_position, D, row_width,
     features, scores, row_scores, gaps, strata, slopes, intercepts, offsets, gates,
     weights, mean, variance, inputs, norms, histories, corrections,
     P: tl.constexpr, STRATA: tl.constexpr, BLOCK: tl.constexpr,
@@ -140,7 +145,7 @@ def correct_kernel(
         at = slot * P + position
         stratum = tl.load(strata + slot)
         lane = tl.arange(0, BLOCK)
-        column = stratum * (D + 1) + lane
+        column = stratum * row_width + lane
         dot = tl.zeros([BLOCK], tl.float32)
         square = tl.zeros([BLOCK], tl.float32)
         if hidden is not None:
@@ -159,7 +164,7 @@ def correct_kernel(
         length = tl.sum(square, 0)
         norm = tl.where(length > 0.0, 1.0 / tl.sqrt(tl.where(length > 0.0, length, 1.0)), 0.0)
         history = _history(features, scores, gaps, at, position)
-        c = tl.sum(dot, 0) * norm + history * tl.load(weights + stratum * (D + 1) + D)
+        c = tl.sum(dot, 0) * norm + history * tl.load(weights + stratum * row_width + D)
         c = tl.minimum(tl.maximum(c, -_LARGEST_CORRECTION), _LARGEST_CORRECTION)
         tl.store(norms + at, norm)
         tl.store(histories + at, history)
@@ -174,73 +179,69 @@ def correct_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_slots"], do_not_specialize_on_alignment=["slots"])
 def learn_kernel(
-    slots, rows, num_slots, strata, D, weights, curvature, mean, variance, sums, counts,
+    slots, rows, num_slots, strata, D, row_width, weights, curvature, mean, variance, sums, counts,
     inputs, norms, histories, omegas, residuals,
-    P: tl.constexpr, STRATA: tl.constexpr, COLUMNS: tl.constexpr, ITEMS: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil((D + 1) / COLUMNS),). Every program reads all labelled drafts and learns its own columns."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Grid (ceil(rows * P / ITEMS), ceil((D + 1) / COLUMNS), S). The last program of a stratum and its columns takes
+    the step when a minibatch is full."""
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    s = tl.program_id(2)
     inside = column <= D
-    for s in tl.static_range(STRATA):
-        gradient = tl.zeros([COLUMNS], tl.int64)
-        first = tl.zeros([COLUMNS], tl.int64)
-        second = tl.zeros([COLUMNS], tl.int64)
-        pending = tl.zeros([ITEMS], tl.int64)
-        known = tl.zeros([ITEMS], tl.int64)
-        for i in tl.range(0, rows * P, ITEMS):
-            item = i + tl.arange(0, ITEMS)
-            slot, real = gather_slots(slots, item // P, item < rows * P, num_slots)
-            real = real & (tl.load(strata + slot, mask=real, other=-1) == s)
-            at = slot * P + item % P
-            omega = tl.load(omegas + at, mask=real, other=0.0)
-            real = real & (omega > 0.0)
-            norm = tl.load(norms + at, mask=real, other=0.0)
-            residual = tl.load(residuals + at, mask=real, other=0.0)
-            history = tl.load(histories + at, mask=real, other=0.0)
-            z = tl.load(
-                inputs + at[:, None] * D + column[None, :],
-                mask=(real & (norm > 0.0))[:, None] & (column < D)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            x = tl.where((column == D)[None, :], history[:, None], z * norm[:, None])
-            gradient += tl.sum((residual[:, None] * x * _Q30).to(tl.int64), 0)
-            first += tl.sum((omega[:, None] * z * _Q30).to(tl.int64), 0)
-            second += tl.sum((omega[:, None] * z * z * _Q30).to(tl.int64), 0)
-            labels = (omega * _Q30).to(tl.int64)
-            pending += labels
-            known += tl.where(norm > 0.0, labels, 0)
-
-        at_sums = sums + s * 3 * (D + 1) + column
-        gradient += tl.load(at_sums, mask=inside, other=0)
-        first += tl.load(at_sums + D + 1, mask=inside, other=0)
-        second += tl.load(at_sums + 2 * (D + 1), mask=inside, other=0)
-        own = counts + (s * tl.num_programs(0) + tl.program_id(0)) * 3
-        labels = tl.load(own) + tl.sum(pending, 0)
-        with_hidden = tl.load(own + 1) + tl.sum(known, 0)
-        tl.debug_barrier()  # every thread has read the counts
-        if labels >= _MINIBATCH:
-            at_column = s * (D + 1) + column
-            _step(weights, curvature, gradient, labels, at_column, inside)
+    slot, real = gather_slots(slots, item // P, item < rows * P, num_slots)
+    real = real & (tl.load(strata + slot, mask=real, other=-1) == s)
+    at = slot * P + item % P
+    omega = tl.load(omegas + at, mask=real, other=0.0)
+    labels = (omega * _Q30).to(tl.int64)
+    at_sums = sums + s * 3 * (D + 1) + column
+    own = counts + (s * tl.num_programs(1) + tl.program_id(1)) * 4
+    if tl.sum(labels, 0) > 0:
+        real = real & (omega > 0.0)
+        norm = tl.load(norms + at, mask=real, other=0.0)
+        residual = tl.load(residuals + at, mask=real, other=0.0)
+        history = tl.load(histories + at, mask=real, other=0.0)
+        known = real & (norm > 0.0)
+        mask = known[:, None] & (column < D)[None, :]
+        z = tl.load(inputs + at[:, None] * D + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where((column == D)[None, :], history[:, None], z * norm[:, None])
+        _add(at_sums, residual[:, None] * x, inside)
+        _add(at_sums + D + 1, omega[:, None] * z, inside)
+        _add(at_sums + 2 * (D + 1), omega[:, None] * z * z, inside)
+        tl.atomic_add(own, tl.sum(labels, 0), sem="relaxed")
+        tl.atomic_add(own + 1, tl.sum(tl.where(known, labels, 0), 0), sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(own + 3, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(own + 3, 0)
+        pending = tl.load(own, cache_modifier=".cg")
+        if pending >= _MINIBATCH:
+            at_column = s * row_width + column
+            with_hidden = tl.load(own + 1, cache_modifier=".cg")
             behind = tl.minimum(tl.load(own + 2) + with_hidden, _HORIZON)
+            _step(weights, curvature, at_sums, pending, at_column, inside)
             if with_hidden > 0:
-                _move(mean, variance, first, second, with_hidden, behind, at_column, column < D)
-            tl.debug_barrier()
+                _move(mean, variance, at_sums + D + 1, D, with_hidden, behind, at_column, column < D)
+            tl.debug_barrier()  # every thread has read what is cleared now
+            for i in tl.static_range(3):
+                tl.store(at_sums + i * (D + 1), tl.zeros([COLUMNS], tl.int64), mask=inside)
+            tl.store(own, 0)
+            tl.store(own + 1, 0)
             tl.store(own + 2, behind)
-            gradient = tl.zeros([COLUMNS], tl.int64)
-            first = tl.zeros([COLUMNS], tl.int64)
-            second = tl.zeros([COLUMNS], tl.int64)
-            labels = tl.zeros([], tl.int64)
-            with_hidden = tl.zeros([], tl.int64)
-        tl.store(at_sums, gradient, mask=inside)
-        tl.store(at_sums + D + 1, first, mask=inside)
-        tl.store(at_sums + 2 * (D + 1), second, mask=inside)
-        tl.store(own, labels)
-        tl.store(own + 1, with_hidden)
+
+
+@triton.jit
+def _add(sums, entries, mask):
+    tl.atomic_add(sums, tl.sum((entries * _Q30).to(tl.int64), 0), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _mean_of(sums, labels, mask):
+    return tl.load(sums, mask=mask, other=0, cache_modifier=".cg").to(tl.float32) / labels.to(tl.float32)
 
 
 @triton.jit
 def _step(weights, curvature, gradient, labels, at, mask):
-    g = gradient.to(tl.float32) / labels.to(tl.float32)
+    g = _mean_of(gradient, labels, mask)
     u = _KEEP * tl.load(curvature + at, mask=mask, other=0.0) + g * g
     v = tl.load(weights + at, mask=mask, other=0.0) + tl.where(u > 0.0, _RATE * g / tl.sqrt(u + 1e-30), 0.0)
     tl.store(curvature + at, u, mask=mask)
@@ -248,11 +249,10 @@ def _step(weights, curvature, gradient, labels, at, mask):
 
 
 @triton.jit
-def _move(mean, variance, first, second, labels, behind, at, mask):
-    n = labels.to(tl.float32)
-    m = first.to(tl.float32) / n
-    q = second.to(tl.float32) / n
-    r = n / behind.to(tl.float32)
+def _move(mean, variance, moments, D, labels, behind, at, mask):
+    m = _mean_of(moments, labels, mask)
+    q = _mean_of(moments + D + 1, labels, mask)
+    r = labels.to(tl.float32) / behind.to(tl.float32)
     v = tl.load(variance + at, mask=mask, other=1.0)
     centre = tl.load(mean + at, mask=mask, other=0.0) + r * m * tl.sqrt(v)
     v = v * (1.0 + r * (q - 1.0 - r * m * m))
@@ -283,10 +283,12 @@ def correct(
     elif rows:
         d = state.inputs.shape[-1]
         strides = (0, 0) if hidden is None else hidden.stride()[:2]
+        block = min(1024, triton.next_power_of_2(d))
         correct_kernel[(rows * count,)](
-            hidden, *strides, slots, num_slots, count, first, d, features, scores, row_scores, gaps, *coefficients,
-            state.weights, state.mean, state.variance, state.inputs, state.norms, state.histories, state.corrections,
-            P=features.shape[1], STRATA=state.weights.shape[0], BLOCK=min(1024, triton.next_power_of_2(d)),
+            hidden, *strides, slots, num_slots, count, first, d, state.weights.stride(0), features, scores, row_scores,
+            gaps, *coefficients, state.weights, state.mean, state.variance, state.inputs, state.norms, state.histories,
+            state.corrections,
+            P=features.shape[1], STRATA=state.weights.shape[0], BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
 
 
@@ -308,7 +310,7 @@ def _correct_torch(
     known = torch.where(scores[at, before] >= 0, features[at, before], INVALID)
     history = history_reference(known, gaps[at, before])
     if at_positions.start == 0:
-        history = torch.cat([torch.zeros_like(history[:, :1]) if history.numel() else known[:, :1] * 0, history], 1)
+        history = torch.cat([torch.zeros_like(known[:, :1]), history], 1)
     norm, dot = torch.zeros_like(history), torch.zeros_like(history)
     if hidden is not None:
         z = inputs_reference(hidden[real], state.mean[s, None, :-1], state.variance[s, None, :-1])
@@ -333,12 +335,13 @@ def learn(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) -> None:
     if not use_triton(slots.device):
         _learn_torch(state, slots, strata)
         return
-    S, d = state.weights.shape[0], state.inputs.shape[-1]
-    learn_kernel[(state.counts.shape[1],)](
-        slots, slots.shape[0], num_slots, strata, d, state.weights, state.curvature, state.mean, state.variance,
-        state.sums, state.counts, state.inputs, state.norms, state.histories, state.omegas, state.residuals,
-        P=P, STRATA=S, COLUMNS=_COLUMNS, ITEMS=_ITEMS, **register_ceiling(),
-    )  # fmt: skip
+    S, blocks = state.counts.shape[:2]
+    if rows := slots.shape[0]:
+        learn_kernel[(triton.cdiv(rows * P, _ITEMS), blocks, S)](
+            slots, rows, num_slots, strata, state.inputs.shape[-1], state.weights.stride(0), state.weights,
+            state.curvature, state.mean, state.variance, state.sums, state.counts, state.inputs, state.norms,
+            state.histories, state.omegas, state.residuals, P=P, COLUMNS=_COLUMNS, ITEMS=_ITEMS, **register_ceiling(),
+        )  # fmt: skip
 
 
 def _learn_torch(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) -> None:
@@ -353,10 +356,10 @@ def _learn_torch(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) ->
     group = strata[slot].long()
     state.sums.index_add_(0, group, (entries * Q30).to(torch.int64))
     labels = (omega * Q30).to(torch.int64)
-    counts = torch.stack([labels, torch.where(norm > 0, labels, 0), torch.zeros_like(labels)], 1)
-    state.counts.index_add_(0, group, counts[:, None].expand(-1, state.counts.shape[1], -1))
+    counts = torch.stack([labels, torch.where(norm > 0, labels, 0)], 1)
+    state.counts[..., :BEHIND].index_add_(0, group, counts[:, None].expand(-1, state.counts.shape[1], -1))
     for s in range(len(state.weights)):
-        pending, known, behind = (int(each) for each in state.counts[s, 0])
+        pending, known, behind, _ = state.counts[s, 0].tolist()
         if pending < MINIBATCH * Q30:
             continue
         gradient, first, second = state.sums[s].float()
@@ -373,4 +376,4 @@ def _learn_torch(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) ->
             moved = variance * (1.0 + r * (q - 1.0 - r * m * m))
             state.variance[s, :-1] = moved.clamp(LEAST_VARIANCE, LARGEST_VARIANCE)
         state.sums[s] = 0
-        state.counts[s] = torch.tensor([0, 0, behind])
+        state.counts[s] = torch.tensor([0, 0, behind, 0])
