@@ -20,11 +20,11 @@ from av_triton import (
     AdaptiveVerifier,
     CostTable,
     Plan,
-    acceptance_score,
     logit_max_partial,
     merge_logit_max,
 )
 from av_triton.ops.logit_max import logit_from_partial
+from av_triton.ops.score import acceptance_score_reference
 from av_triton_sglang import costs, graphs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
@@ -101,9 +101,11 @@ class StepContext:
             self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
             self._teach = torch.ones(num_slots, dtype=torch.bool)
         self.rows = 0
-        # Of the running step: SGLang's RaggedVerifyLayout, and accepted drafts that were cut away [B].
+        # Of the running step: SGLang's RaggedVerifyLayout, accepted drafts that were cut away [B], and where SGLang
+        # samples by rejection the acceptance probabilities of the drafts, fp32 [B, K].
         self.layout: Any = None
         self.trimmed: Tensor | None = None
+        self.acceptance: Tensor | None = None
         self._proposed: deque[tuple[Tensor, int]] = deque(maxlen=LAG)  # (proposal, rows) of the last plans
         self._steps = 0
         self._cache_file = partial(measure.cache_file, self.config, arguments, device)
@@ -131,7 +133,7 @@ class StepContext:
 
     def begin(self, slots: Tensor) -> None:
         self.times.begin()
-        self.rows, self.layout, self.trimmed = slots.shape[0], None, None
+        self.rows, self.layout, self.trimmed, self.acceptance = slots.shape[0], None, None, None
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
         if self._clock is not None:
@@ -172,13 +174,10 @@ class StepContext:
         maxima, complements, tokens = self.ranks.gather(torch.stack([maximum, complement, token])).unbind(1)
         features = logit_from_partial(*merge_logit_max(maxima, complements))
         slots, state, K = self.slots(logits.shape[0], first), self.verifier.estimator.state, logits.shape[1]
-        by_stratum = [
-            acceptance_score(features, slope, intercepts[:K].contiguous())
-            for slope, intercepts in zip(state.slopes, state.intercepts, strict=True)
-        ]
-        rows = torch.arange(slots.shape[0], device=slots.device)
+        strata = state.strata[slots].long()
+        intercepts = state.intercepts[strata, :K] + state.offsets[slots, None]
         state.features[slots, :K] = features
-        state.scores[slots, :K] = torch.stack(by_stratum)[state.strata[slots].long(), rows]
+        state.scores[slots, :K] = acceptance_score_reference(features, state.slopes[strata][:, None], intercepts)
         return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
 
     def plan(self, drafts: Tensor | None = None, budget: int | None = None) -> Plan:
@@ -215,8 +214,10 @@ class StepContext:
 
     def observe(self, accepted: Tensor) -> None:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""
-        slots = self.slots(self.rows)
-        self.verifier.observe(slots, accepted, teach=self._teach[slots])
+        slots, acceptance = self.slots(self.rows), self.acceptance
+        if acceptance is not None:
+            self.ranks.share(acceptance)
+        self.verifier.observe(slots, accepted, teach=self._teach[slots], acceptance=acceptance)
         if self._clock is not None:
             self._clock.start()
 
