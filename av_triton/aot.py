@@ -105,6 +105,9 @@ class KernelCase(msgspec.Struct, frozen=True):
         if given("part_t") and self.name == "logit_max_kernel":
             # The entropy is another running sum: four more, five on sm_120.
             limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 5)
+        if given("drawn") and self.name == "logit_max_kernel":
+            # The logit of a token that was drawn before, once per row.
+            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 0.5)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
@@ -112,7 +115,7 @@ class KernelCase(msgspec.Struct, frozen=True):
             block = self.constants[(self.kernel.arg_names.index("BLOCK"),)]
             if self.signature["hidden"] == "constexpr" or block < 256:  # none to read, or less than 16 bytes a thread
                 return msgspec.structs.replace(limits, wide_loads=0)
-        if "row_stride" in self.signature:
+        if self.name in ("logit_max_kernel", "sample_kernel", "correct_kernel"):
             kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
             if ["tt.divisibility", 16] not in kinds:
                 most = max(limits.registers, 128)  # an address more per load
