@@ -258,6 +258,36 @@ def test_a_split_head_scores_as_the_whole_one(tmp_path: Path, kept: dict[str, bo
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0, equal_nan=True)
 
 
+class Follower:
+    """Two ranks of a group, one after the other: rank 1 receives what rank 0 has broadcast."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, messages: list[torch.Tensor]) -> None:
+        self.rank_in_group, self.messages = rank, messages
+
+    def broadcast(self, message: torch.Tensor, src: int) -> None:
+        if self.rank_in_group == src:
+            self.messages.append(message.clone())
+        else:
+            message.copy_(self.messages.pop(0))
+
+
+def test_every_rank_plans_and_learns_with_what_rank_0_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    slots, logits, messages = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4, list[torch.Tensor]()
+    both = [context(tmp_path, settings=Settings(entropy=True, history=True)) for _ in range(2)]
+    for rank, each in enumerate(both):
+        each.ranks = Ranks(Follower(rank, messages))
+        each.begin(slots)
+        each.verifier.score(logits * (1 + 0.1 * rank), slots, tokens=torch.full((2, K), rank))
+        each.plan()
+    assert not messages
+    for name in ("features", "scores", "entropies", "gaps"):
+        first, second = (getattr(each.verifier.estimator.state, name)[slots] for each in both)
+        assert torch.equal(first, second), name
+
+
 def test_padding_rows_of_a_split_head_reach_no_request(tmp_path: Path) -> None:
     each = context(tmp_path)
     each.reset(torch.arange(SLOTS), [request()] * SLOTS)
