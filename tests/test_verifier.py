@@ -603,7 +603,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path):
     target = make()
     before = state_of(target)
     for bad in (
-        "", good[: len(good) // 2], "[]", '{"version": 1}', good.replace('"version": 1', '"version": 99'),
+        "", good[: len(good) // 2], "[]", '{"version": 1}', good.replace('"version": 2', '"version": 99'),
         good.replace("-0.2", "1e39", 1), good.replace("0.5", "1e300", 1), good.replace("sampled", "other"), "\0\1\2",
     ):  # fmt: skip
         path.write_text(bad)
