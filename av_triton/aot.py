@@ -99,12 +99,17 @@ class KernelCase(msgspec.Struct, frozen=True):
         def given(pointer: str) -> bool:
             return bool(self.signature.get(pointer, "constexpr") != "constexpr")
 
-        if given("tokens") and self.name == "logit_max_kernel":
-            # The argmax takes one more, and registers: it notes the block in which a lane's maximum was met.
-            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 1)
-        if given("part_t") and self.name == "logit_max_kernel":
-            # The entropy is another running sum: four more, five on sm_120.
-            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 5)
+        unaligned = "row_stride" in self.signature and ["tt.divisibility", 16] not in self.attributes.get(
+            (self.kernel.arg_names.index("row_stride"),), []
+        )
+        if self.name == "logit_max_kernel":
+            # The argmax takes one more, for the block in which a lane's maximum was met; the entropy, another running
+            # sum, four, on sm_120 five; a token drawn before one load a row. They, and rows that start at any address,
+            # take registers.
+            argmax, entropy, drawn = given("tokens"), given("part_t"), given("drawn")
+            registers = 128 if argmax or entropy or drawn or unaligned else limits.registers
+            per_logit = limits.per_logit + argmax + 5 * entropy + 0.5 * drawn
+            limits = msgspec.structs.replace(limits, registers=registers, per_logit=per_logit)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
@@ -112,11 +117,8 @@ class KernelCase(msgspec.Struct, frozen=True):
             block = self.constants[(self.kernel.arg_names.index("BLOCK"),)]
             if self.signature["hidden"] == "constexpr" or block < 256:  # none to read, or less than 16 bytes a thread
                 return msgspec.structs.replace(limits, wide_loads=0)
-        if "row_stride" in self.signature:
-            kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
-            if ["tt.divisibility", 16] not in kinds:
-                most = max(limits.registers, 128)  # an address more per load
-                return msgspec.structs.replace(limits, registers=most, wide_loads=0, per_logit=float("inf"))
+        if unaligned:
+            return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
         return limits
 
 

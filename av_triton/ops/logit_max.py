@@ -222,8 +222,8 @@ def entropy_of(c, t, scale):
 @triton.jit
 def gap_of(m, c, x, scale):
     """log q_max - log q of the token with the logit x, at most 40; NaN where x is, and for an invalid row."""
-    gap = tl.minimum(tl.maximum((m - x) * (scale / _LOG2E), 0.0), _MAX_LOG_ODDS)
-    return tl.where((m > _EMPTY) & (c == c) & (x == x), tl.where(x == m, 0.0, gap), float("nan"))
+    gap = tl.minimum(tl.maximum((m - x) * (scale / _LOG2E), 0.0), _MAX_LOG_ODDS)  # 0 for inf - inf, which is no number
+    return tl.where((m > _EMPTY) & (c == c) & (x == x), gap, float("nan"))
 
 
 @triton.jit

@@ -20,14 +20,15 @@ from av_triton import (
     AdaptiveVerifier,
     CostTable,
     Plan,
-    acceptance_score,
     entropy_from_partial,
     entropy_partial,
     logit_max_partial,
     merge_entropy,
     merge_logit_max,
 )
+from av_triton.ops.accumulate import OFFSET
 from av_triton.ops.logit_max import INVALID, logit_from_partial
+from av_triton.ops.score import acceptance_score_reference
 from av_triton_sglang import costs, graphs, measure, metrics
 from av_triton_sglang.flag import Launch
 from av_triton_sglang.ranks import Ranks
@@ -112,9 +113,11 @@ class StepContext:
         self.rows = 0
         # Positions that the next step may draft, and that the running one has drafted.
         self._depth = self.drafted = num_draft_positions
-        # Of the running step: SGLang's RaggedVerifyLayout, and accepted drafts that were cut away [B].
+        # Of the running step: SGLang's RaggedVerifyLayout, accepted drafts that were cut away [B], and where SGLang
+        # samples by rejection the acceptance probabilities of the drafts, fp32 [B, K].
         self.layout: Any = None
         self.trimmed: Tensor | None = None
+        self.acceptance: Tensor | None = None
         self._proposed: deque[tuple[Tensor, int]] = deque(maxlen=LAG)  # (proposal, rows) of the last plans
         self._steps = 0
         self._cache_file = partial(measure.cache_file, self.config, arguments, device)
@@ -142,7 +145,7 @@ class StepContext:
 
     def begin(self, slots: Tensor) -> None:
         self.times.begin()
-        self.rows, self.layout, self.trimmed = slots.shape[0], None, None
+        self.rows, self.layout, self.trimmed, self.acceptance = slots.shape[0], None, None, None
         self.drafted = self.num_draft_positions
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
@@ -207,13 +210,11 @@ class StepContext:
             state.entropies[slots, :K] = entropy_from_partial(*merged[1:])
         if state.gaps is not None:
             state.gaps[slots, :K] = torch.where(features > INVALID, 0.0, torch.nan)
-        by_stratum = [
-            acceptance_score(features, slope, intercepts[:K].contiguous())
-            for slope, intercepts in zip(state.slopes, state.intercepts, strict=True)
-        ]
-        rows = torch.arange(slots.shape[0], device=slots.device)
+        strata = state.strata[slots].long()
+        offsets = torch.where(state.gates[OFFSET, strata] > 0, state.offsets[slots], 0.0)
+        intercepts = state.intercepts[strata, :K] + offsets[:, None]
         state.features[slots, :K] = features
-        state.scores[slots, :K] = torch.stack(by_stratum)[state.strata[slots].long(), rows]
+        state.scores[slots, :K] = acceptance_score_reference(features, state.slopes[strata][:, None], intercepts)
         return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
 
     def start_drafting(self) -> int:
@@ -264,8 +265,10 @@ class StepContext:
 
     def observe(self, accepted: Tensor) -> None:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""
-        slots = self.slots(self.rows)
-        self.verifier.observe(slots, accepted, teach=self._teach[slots])
+        slots, acceptance = self.slots(self.rows), self.acceptance
+        if acceptance is not None:
+            self.ranks.share(acceptance)
+        self.verifier.observe(slots, accepted, teach=self._teach[slots], acceptance=acceptance)
         if self._clock is not None:
             self._clock.start()
 

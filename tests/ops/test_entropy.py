@@ -160,7 +160,7 @@ def test_tokens_that_are_masked_change_nothing(backend, rng, temperature, fill, 
 def test_vocabulary_shards_in_any_order_merge_to_the_full_row(backend, rng, temperature):
     x = torch.randn(3, 4 * 250, generator=rng) * 4
     x[1, 500:750] = -torch.inf
-    x[2, :250] = -torch.inf
+    x[2, :250] = -1e38
     parts = [entropy_partial(shard, temperature) for shard in x.chunk(4, dim=1)]
     for order in ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)):
         shards = [torch.stack([parts[i][n] for i in order]) for n in range(3)]

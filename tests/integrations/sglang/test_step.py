@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from av_triton import CostTable, Settings, entropy_partial, logit_max_partial
-from av_triton_sglang import graphs, measure, ragged, step_times
+from av_triton_sglang import acceptance, graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
 from av_triton_sglang.step import LAG, StepContext, changes_target
@@ -98,6 +98,33 @@ def test_rows_with_another_target_do_not_teach(tmp_path: Path) -> None:
     step(only, [5], [4])
     assert only.verifier.counters()["admitted"].sum() > 0
     assert only.verifier.counters()["labelled"].sum() == 0
+
+
+def test_a_step_learns_from_what_the_rejection_sampler_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    settings = Settings(policy="fixed", fixed_budget=2 * K, offset_prior=2.0, refit_interval=1000)
+    each, slots = context(tmp_path, settings=settings), torch.tensor([2, 5])
+    monkeypatch.setattr("av_triton_sglang.step._current", each)
+    each.reset(slots, [request(), request()])
+    state = each.verifier.estimator.state
+    p, q = torch.rand(2, K + 1, VOCAB).softmax(-1), torch.rand(2, K, VOCAB).softmax(-1)
+    candidates = torch.randint(0, VOCAB, (2, K + 1))
+    drawn = candidates[:, 1:, None]
+    q[0, 1, drawn[0, 1]] = torch.nan
+    q[1, 2, drawn[1, 2]] = 0.0
+    alpha = (p[:, :K].gather(2, drawn) / q.gather(2, drawn))[..., 0].clamp(max=1)
+    alpha[0, 1] = alpha[1, 2] = 0.0  # the sampler rejects where q is no probability
+    reach = torch.cat([torch.ones(2, 1), alpha[:, :-1]], 1).cumprod(1)
+    each.begin(slots)
+    each.score(torch.randn(2, K, VOCAB) * 3)
+    each.plan()
+    acceptance.note(candidates=candidates.int(), target_probs=p, draft_probs=q, deterministic=True)
+    each.observe(torch.tensor([0, 0]))
+    torch.testing.assert_close((state.sums[0, 5, :K] / 2**30).float(), reach.sum(0))
+    assert bool((state.offsets[slots] != 0).all())
+    state.sums.zero_()
+    step(each, [2, 5], [0, 0])
+    assert (state.sums[0, 5, :K] / 2**30).tolist() == [2, 0, 0, 0], "verdicts again: nothing was noted in this step"
 
 
 def test_strata_follow_the_requests_temperature(tmp_path: Path) -> None:
@@ -217,6 +244,7 @@ def test_a_split_head_scores_as_the_whole_one(tmp_path: Path, kept: dict[str, bo
     whole, split = (context(tmp_path, settings=Settings(**kept)) for _ in range(2))
     for each in (whole, split):
         each.reset(slots, [request(top_k=1), request()])
+        each.verifier.estimator.state.offsets[slots] = torch.tensor([0.5, -1.0])
         each.begin(slots)
     drawn = logits.argmax(-1)
     whole.verifier.score(logits, slots, tokens=drawn)
@@ -228,6 +256,36 @@ def test_a_split_head_scores_as_the_whole_one(tmp_path: Path, kept: dict[str, bo
     for name in ("features", "scores", *(["entropies"] if kept else []), *(["gaps"] if "history" in kept else [])):
         got, want = (getattr(each.verifier.estimator.state, name) for each in (split, whole))
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0, equal_nan=True)
+
+
+class Follower:
+    """Two ranks of a group, one after the other: rank 1 receives what rank 0 has broadcast."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, messages: list[torch.Tensor]) -> None:
+        self.rank_in_group, self.messages = rank, messages
+
+    def broadcast(self, message: torch.Tensor, src: int) -> None:
+        if self.rank_in_group == src:
+            self.messages.append(message.clone())
+        else:
+            message.copy_(self.messages.pop(0))
+
+
+def test_every_rank_plans_and_learns_with_what_rank_0_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    slots, logits, messages = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4, list[torch.Tensor]()
+    both = [context(tmp_path, settings=Settings(entropy=True, history=True)) for _ in range(2)]
+    for rank, each in enumerate(both):
+        each.ranks = Ranks(Follower(rank, messages))
+        each.begin(slots)
+        each.verifier.score(logits * (1 + 0.1 * rank), slots, tokens=torch.full((2, K), rank))
+        each.plan()
+    assert not messages
+    for name in ("features", "scores", "entropies", "gaps"):
+        first, second = (getattr(each.verifier.estimator.state, name)[slots] for each in both)
+        assert torch.equal(first, second), name
 
 
 def test_padding_rows_of_a_split_head_reach_no_request(tmp_path: Path) -> None:
