@@ -11,11 +11,13 @@ Labels are verdicts, or exact acceptance probabilities: y_k with weight omega_k.
   u / |u|, u_i = clip((h_i - mean_i) / deviation_i, +-4), of the drafter's hidden state h. No scale of h changes it, and
   |x| is bounded.
 - **Head.** v starts at 0. Whenever 32 labels or more have come in: g = sum omega (y - p) x / sum omega with the gates
-  taken as open, then Adagrad: s += g^2, v += rate g / sqrt(s). Means and deviations move to those of the labels with
-  weight labels / (labels so far, at most 4096).
-- **Gate.** S += sum omega (loss without - loss with), in nats, after each step, S kept within +-8; open where S > 0;
-  S starts at -8: a CUSUM test. Were the score without the addition true, e^-8 would bound the chance that a run of
-  labels opens it.
+  taken as open, then Adagrad: s = (1 - 1/256) s + g^2, v += rate g / sqrt(s); forgetting, the steps stay large enough to
+  follow a new workload. Means and deviations move to those of the labels with weight labels / (labels so far, at most
+  4096).
+- **Gate.** S += sum omega (loss without - loss with), in nats, after each step, S kept within +-bound; open where
+  S > 0: a CUSUM test. S is -bound until the first refit, for to be ahead of the initial coefficients is no evidence.
+  Were the score without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is 4
+  for the offset, which has no coefficients, and 8 for the head, with hundreds.
 """
 
 from dataclasses import dataclass
@@ -29,23 +31,20 @@ from benchmarks.score.streams import Batch, Mask
 Floats = npt.NDArray[np.float64]
 
 CLIP = 4.0  # standard deviations of a coordinate; log-odds of an offset or a correction
-BOUND = 8.0  # nats, of the evidence of a gate
+OFFSET_BOUND, HEAD_BOUND = 4.0, 8.0  # nats
+RATE, UPDATE, FORGET, MEMORY = 0.1, 32, 1 / 256, 4096
 
 
 @dataclass(frozen=True)
 class Additions:
-    """Which there are. exact: labels are acceptance probabilities, not verdicts. offset: its prior. The rest is for the
-    study of the parameters."""
+    """Which there are. exact: labels are acceptance probabilities, not verdicts. offset: its prior. gated: as above;
+    False: always open."""
 
     exact: bool = False
     offset: float | None = None
     history: bool = False
     hidden: bool = False
     gated: bool = True
-    rate: float = 0.1
-    update: float = 32.0
-    bound: float = BOUND
-    forget: float = 0.0
 
 
 def softplus(z: Floats) -> Floats:
@@ -90,7 +89,7 @@ class Base:
 
 
 class Gate:
-    def __init__(self, bound: float = BOUND) -> None:
+    def __init__(self, bound: float) -> None:
         self.bound, self.evidence = bound, -bound
 
     @property
@@ -105,8 +104,8 @@ class Gate:
 class Head:
     """`scalars` inputs as they are, then a hidden state of `width` coordinates."""
 
-    def __init__(self, scalars: int, width: int, rate: float, update: float, forget: float) -> None:
-        self.scalars, self.rate, self.update, self.forget = scalars, rate, update, forget
+    def __init__(self, scalars: int, width: int) -> None:
+        self.scalars = scalars
         self.v, self.squares, self.gradient = np.zeros((3, scalars + width))
         self.mean, self.variance = np.zeros(width), np.ones(width)
         self.first, self.second = np.zeros((2, width))
@@ -127,12 +126,12 @@ class Head:
         self.first += np.tensordot(omega, u, every)
         self.second += np.tensordot(omega, u * u, every)
         self.labels += omega.sum()
-        if self.labels < self.update:
+        if self.labels < UPDATE:
             return
         g = self.gradient / self.labels
-        self.squares = (1 - self.forget) * self.squares + g * g
-        self.v += self.rate * g / (np.sqrt(self.squares) + 1e-8)
-        self.seen = min(self.seen + self.labels, 4096.0)
+        self.squares = (1 - FORGET) * self.squares + g * g
+        self.v += RATE * g / (np.sqrt(self.squares) + 1e-8)
+        self.seen = min(self.seen + self.labels, MEMORY)
         weight = min(self.labels / self.seen, 1.0)
         m, q = self.first / self.labels, self.second / self.labels
         self.mean += weight * m * np.sqrt(self.variance)
@@ -148,8 +147,8 @@ class Restated:
         self.a = a = additions
         self.base = Base(positions, slope=0.9 if greedy else 0.5)
         self.residuals, self.informations = np.zeros((2, slots))
-        self.offset_gate, self.head_gate = Gate(a.bound), Gate(a.bound)
-        self.head = Head(int(a.history), width if a.hidden else 0, a.rate, a.update, a.forget)
+        self.offset_gate, self.head_gate = Gate(OFFSET_BOUND), Gate(HEAD_BOUND)
+        self.head = Head(int(a.history), width if a.hidden else 0)
         self.has_head = a.history or a.hidden
         self.log_odds: tuple[Floats, Floats, Floats] | None = None
 
@@ -186,8 +185,9 @@ class Restated:
         def gain(without: Floats, adds: Floats) -> float:
             return float((omega * (softplus(without) - softplus(adds) + y * (adds - without))).sum())
 
-        self.offset_gate.observe(gain(z, offset))
-        self.head_gate.observe(gain(below, above))
+        if self.base.past.any():
+            self.offset_gate.observe(gain(z, offset))
+            self.head_gate.observe(gain(below, above))
         p = expit(z)
         self.residuals[batch.slots] += (omega * (y - p)).sum(1)
         self.informations[batch.slots] += (omega * p * (1 - p)).sum(1)
