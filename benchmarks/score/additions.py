@@ -11,13 +11,13 @@ Labels are verdicts, or exact acceptance probabilities: y_k with weight omega_k.
   u / |u|, u_i = clip((h_i - mean_i) / deviation_i, +-4), of the drafter's hidden state h. No scale of h changes it, and
   |x| is bounded.
 - **Head.** v starts at 0. Whenever 32 labels or more have come in: g = sum omega (y - p) x / sum omega with the gates
-  taken as open, then Adagrad: s = (1 - 1/256) s + g^2, v += rate g / sqrt(s); forgetting, the steps stay large enough to
-  follow a new workload. Means and deviations move to those of the labels with weight labels / (labels so far, at most
-  4096).
+  taken as open, then Adagrad: s = (1 - 1/256) s + g^2, v += rate g / sqrt(s). It forgets, so the steps stay large
+  enough to follow a new workload. Means and deviations move to those of the labels with weight labels / (labels so far,
+  at most 4096).
 - **Gate.** S += sum omega (loss without - loss with), in nats, after each step, S kept within +-bound; open where
   S > 0: a CUSUM test. S is -bound until the first refit, for to be ahead of the initial coefficients is no evidence.
-  Were the score without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is 4
-  for the offset, which has no coefficients, and 8 for the head, with hundreds.
+  Were the score without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is
+  4 for the offset, which has no coefficients, and 8 for the head, with hundreds.
 """
 
 from dataclasses import dataclass
