@@ -104,6 +104,8 @@ class Gate:
 class Head:
     """`scalars` inputs as they are, then a hidden state of `width` coordinates."""
 
+    rate, update, forget, clip = RATE, UPDATE, FORGET, CLIP
+
     def __init__(self, scalars: int, width: int) -> None:
         self.scalars = scalars
         self.v, self.squares, self.gradient = np.zeros((3, scalars + width))
@@ -112,12 +114,16 @@ class Head:
         self.labels = self.seen = 0.0
 
     def standardised(self, hidden: npt.NDArray[np.floating]) -> Floats:
-        u: Floats = ((hidden - self.mean) / np.sqrt(self.variance)).clip(-CLIP, CLIP)
+        u: Floats = ((hidden - self.mean) / np.sqrt(self.variance)).clip(-self.clip, self.clip)
         return u
 
     def inputs(self, scalars: Floats, u: Floats) -> Floats:
         """[..., scalars + width]"""
-        return np.concatenate([scalars, u / np.maximum(np.linalg.norm(u, axis=-1, keepdims=True), 1e-6)], -1)
+        return np.concatenate([scalars, self.row(u)], -1)
+
+    def row(self, u: Floats) -> Floats:
+        found: Floats = u / np.maximum(np.linalg.norm(u, axis=-1, keepdims=True), 1e-6)
+        return found
 
     def observe(self, x: Floats, u: Floats, residual: Floats, omega: Floats) -> None:
         """x [B, K, n], u [B, K, d]; residual, omega [B, K]."""
@@ -126,11 +132,9 @@ class Head:
         self.first += np.tensordot(omega, u, every)
         self.second += np.tensordot(omega, u * u, every)
         self.labels += omega.sum()
-        if self.labels < UPDATE:
+        if self.labels < self.update:
             return
-        g = self.gradient / self.labels
-        self.squares = (1 - FORGET) * self.squares + g * g
-        self.v += RATE * g / (np.sqrt(self.squares) + 1e-8)
+        self.step(self.gradient / self.labels)
         self.seen = min(self.seen + self.labels, MEMORY)
         weight = min(self.labels / self.seen, 1.0)
         m, q = self.first / self.labels, self.second / self.labels
@@ -139,16 +143,28 @@ class Head:
         self.gradient[:] = self.first[:] = self.second[:] = 0
         self.labels = 0.0
 
+    def step(self, g: Floats) -> None:
+        self.squares = (1 - self.forget) * self.squares + g * g
+        self.v += self.rate * g / (np.sqrt(self.squares) + 1e-8)
+
 
 class Restated:
     """The estimator with additions. p: float64 [B, K], of the last batch."""
 
-    def __init__(self, slots: int, positions: int, width: int, additions: Additions, greedy: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        positions: int,
+        width: int,
+        additions: Additions,
+        greedy: bool = False,
+        head: type[Head] = Head,
+    ) -> None:
         self.a = a = additions
         self.base = Base(positions, slope=0.9 if greedy else 0.5)
         self.residuals, self.informations = np.zeros((2, slots))
         self.offset_gate, self.head_gate = Gate(OFFSET_BOUND), Gate(HEAD_BOUND)
-        self.head = Head(int(a.history), width if a.hidden else 0)
+        self.head = head(int(a.history), width if a.hidden else 0)
         self.has_head = a.history or a.hidden
         self.log_odds: tuple[Floats, Floats, Floats] | None = None
 

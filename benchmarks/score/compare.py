@@ -75,7 +75,7 @@ def run(stream: Iterable[Batch], makes: Sequence[Make], slots: int, held_out: bo
 
 @dataclass(frozen=True)
 class Result:
-    """Several runs of the same arms, pooled; differences are to the arm `against`."""
+    """Several runs of the same arms, pooled. Differences are to the arm `against`, the first where none is given."""
 
     prompt: Integers
     span: Integers
@@ -83,21 +83,19 @@ class Result:
     losses: Floats  # [n, arms]
     grid: Floats
     runs: list[Run]
-    against: int
 
     @classmethod
-    def of(cls, runs: list[Run], against: int) -> "Result":
+    def of(cls, runs: list[Run]) -> "Result":
         table = np.concatenate([np.array(each.spans) for each in runs])
         grid = np.sum([np.array(each.grid) for each in runs], 0)
-        return cls(
-            table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2], table[:, 3:], grid, runs, against
-        )
+        key = table[:, :2].astype(np.int64)
+        return cls(key[:, 0], key[:, 1], table[:, 2], table[:, 3:], grid, runs)
 
-    def difference(self, arm: int, first: int = 0, last: int | None = None) -> intervals.Interval:
-        """Mean log-loss of the arm minus that of `against`, in the spans from `first` to `last` (None: all after it);
-        the bootstrap draws whole prompts."""
-        inside = (self.span >= first) & (self.span <= (len(SPANS) if last is None else last))
-        gap = (self.losses[:, arm] - self.losses[:, self.against])[inside]
+    def difference(self, arm: int, first: int = 0, last: int = len(SPANS), against: int = 0) -> intervals.Interval:
+        """Mean log-loss of the arm minus that of `against`, in the spans from `first` to `last`; the bootstrap draws
+        whole prompts."""
+        inside = (self.span >= first) & (self.span <= last)
+        gap = (self.losses[:, arm] - self.losses[:, against])[inside]
         weight = self.weight[inside]
         if not weight.sum():
             return intervals.Interval(*(float("nan"),) * 3)
@@ -127,16 +125,16 @@ class Result:
         predicted = (self.grid[arm].sum(0) * middle).reshape(BINS, -1).sum(1)
         return float(np.abs(predicted - accepted).sum() / (rejected + accepted).sum())
 
-    def worst_window(self, arm: int) -> float:
+    def worst_window(self, arm: int, against: int = 0) -> float:
         """The largest mean difference over consecutive steps of about `WINDOW` labels, of any run."""
-        return max(worst(each, arm, self.against) for each in self.runs)
+        return max(worst(each, arm, against) for each in self.runs)
 
-    def deepest(self, arm: int) -> float:
+    def deepest(self, arm: int, against: int = 0) -> float:
         """The largest sum of differences over consecutive steps, nats, of any run."""
         found = 0.0
         for each in self.runs:
             steps = np.array(each.steps)
-            total = np.concatenate([[0.0], np.cumsum(steps[:, 1 + arm] - steps[:, 1 + self.against])])
+            total = np.concatenate([[0.0], np.cumsum(steps[:, 1 + arm] - steps[:, 1 + against])])
             found = max(found, float((total - np.minimum.accumulate(total)).max()))
         return found
 

@@ -52,20 +52,30 @@ def restated(**additions: object) -> Make:
     return lambda slots, positions, width, greedy: Restated(slots, positions, width, chosen, greedy)
 
 
-ARTICLE, VERDICTS, ALL = "article", "all, from verdicts", "all"
-HELD_OUT: dict[str, Make] = {
+ARTICLE, EXACT, VERDICTS, ALL, OPEN = "article", "exact labels", "all, from verdicts", "all", "all, no gates"
+# The article's estimator first: differences are to it.
+ARMS: dict[str, Make] = {
     ARTICLE: lambda slots, positions, width, greedy: Estimator(slots, positions),
     "vLLM 0.33.0": lambda slots, positions, width, greedy: Peer(positions),
-    "exact labels": restated(exact=True),
+    EXACT: restated(exact=True),
     "offset": restated(offset=PRIOR),
     "history": restated(history=True),
     "hidden state": restated(hidden=True),
     VERDICTS: restated(offset=PRIOR, history=True, hidden=True),
     ALL: restated(exact=True, offset=PRIOR, history=True, hidden=True),
-    "all, no gates": restated(exact=True, offset=PRIOR, history=True, hidden=True, gated=False),
+    OPEN: restated(exact=True, offset=PRIOR, history=True, hidden=True, gated=False),
 }
-WITHOUT_HIDDEN = {name: HELD_OUT[name] for name in (ARTICLE, "vLLM 0.33.0", "exact labels", "offset", "history", ALL)}
-HARM = {name: HELD_OUT[name] for name in (ARTICLE, VERDICTS, ALL, "all, no gates")}
+
+
+def some(*names: str) -> dict[str, Make]:
+    return {name: ARMS[name] for name in (ARTICLE, *names)}
+
+
+HELD_OUT = {name: make for name, make in ARMS.items() if name != "offset"}  # nothing is learned of the request either
+WITHOUT_HIDDEN = some("vLLM 0.33.0", EXACT, "offset", "history", ALL)
+HARM = some(EXACT, VERDICTS, ALL, OPEN)
+# Who is compared with whom: the same labels, with and without the additions.
+HARM_PAIRS = ((EXACT, ARTICLE), (VERDICTS, ARTICLE), (ALL, EXACT), (OPEN, EXACT))
 
 
 def signed(gap: intervals.Interval) -> str:
@@ -90,12 +100,12 @@ def sets(folders: list[Path]) -> tuple[dict[str, Rounds], dict[str, Rounds]]:
 
 def main_table(result: Result) -> list[tuple[str, ...]]:
     """Of arms on drafts that nobody learned from."""
-    reference = result.against
+    last = len(SPANS) - 1
     return [
         (
             name,
-            f"{result.log_loss(arm, len(SPANS) - 1):.4f}",
-            "" if arm == reference else signed(result.difference(arm, len(SPANS) - 1)),
+            f"{result.log_loss(arm, last):.4f}",
+            signed(result.difference(arm, last)) if arm else "",
             f"{result.auc(arm):.4f}",
             f"{result.ece(arm):.4f}",
         )
@@ -107,37 +117,29 @@ def curve_table(result: Result) -> list[tuple[str, ...]]:
     def row(arm: int) -> list[str]:
         return [f"{result.difference(arm, span, span).value:+.4f}" for span in range(len(SPANS))]
 
-    return [(name, *row(arm)) for arm, name in enumerate(HELD_OUT) if arm != result.against]
+    return [(name, *row(arm)) for arm, name in enumerate(HELD_OUT) if arm]
 
 
-def trace_table(found: dict[str, Result]) -> list[tuple[str, ...]]:
+def difference_table(found: dict[str, Result], arms: dict[str, Make]) -> list[tuple[str, ...]]:
     return [
-        (
-            name,
-            f"{result.labels():,.0f}",
-            *(signed(result.difference(arm)) for arm in range(len(WITHOUT_HIDDEN)) if arm != result.against),
-        )
+        (name, f"{result.labels():,.0f}", *(signed(result.difference(arm)) for arm in range(1, len(arms))))
         for name, result in found.items()
     ]
 
 
 def harm_row(name: str, result: Result) -> tuple[str, ...]:
-    """Log-loss above the article's, over the whole stream; the same, in the worst window; the deepest loss in nats."""
+    order = list(HARM)
     cells = []
-    for arm in range(1, len(HARM)):
-        cells.append(f"{result.difference(arm).value:+.4f}")
-        cells.append(f"{result.worst_window(arm):+.4f}")
-        cells.append(f"{result.deepest(arm):.1f}")
+    for each, other in HARM_PAIRS:
+        arm, against = order.index(each), order.index(other)
+        mean = result.difference(arm, against=against).value
+        cells.append(f"{mean:+.4f} / {result.worst_window(arm, against):+.4f} / {result.deepest(arm, against):.1f}")
     return (name, f"{result.labels():,.0f}", *cells)
 
 
 MAIN_COLUMNS = ("score", "log-loss", "above the article's", "AUC", "ECE")
 CURVE_COLUMNS = ("score", *(f"from {edge:,}" for edge in SPANS))
-TRACE_COLUMNS = ("traces", "labels", *(name for name in WITHOUT_HIDDEN if name != ARTICLE))
-HARM_COLUMNS = (
-    *("scenario", "labels"),
-    *(f"{name}{what}" for name in list(HARM)[1:] for what in ("", ": worst window", ": nats")),
-)
+HARM_COLUMNS = ("scenario", "labels", *(f"{each} - {other}" for each, other in HARM_PAIRS))
 
 
 class Report:
@@ -150,9 +152,9 @@ class Report:
         for name, rounds in with_hidden.items():
             groups.append(("prompt", name, scenarios.prompts_held_out(name, rounds), HELD_OUT))
             groups.append(("workload", name, scenarios.workloads_held_out(name, rounds), HELD_OUT))
-            groups.append(("served", name, [scenarios.served(name, rounds)], HELD_OUT))
+            groups.append(("served", name, [scenarios.served(name, rounds)], ARMS))
         for name, rounds in without.items():
-            groups.append(("traces", name, [scenarios.served(name, rounds, passes=2)], WITHOUT_HIDDEN))
+            groups.append(("traces", name, [scenarios.served(name, rounds, passes=4)], WITHOUT_HIDDEN))
         groups += [("harm", each.name, [each], HARM) for each in harmful]
         task = progress.add_task("", total=sum(len(each) * seeds for _, _, each, _ in groups))
         self.seeds = seeds
@@ -166,7 +168,7 @@ class Report:
                     raw = store.get(key, lambda p=part, n=seed, m=makes: self.run(p, n, m))  # type: ignore[misc]
                     runs.append(msgspec.convert(raw, Run))
                     progress.advance(task)
-            self.found.setdefault(kind, {})[name] = Result.of(runs, list(makes).index(ARTICLE))
+            self.found.setdefault(kind, {})[name] = Result.of(runs)
 
     @staticmethod
     def run(scenario: Scenario, seed: int, makes: dict[str, Make]) -> Run:
@@ -180,13 +182,16 @@ class Report:
                 found.append((f"{name}: other {title}, after {SETTLED:,} labels", MAIN_COLUMNS, main_table(result)))
         for name, result in self.found["prompt"].items():
             found.append((f"{name}: other prompts, by labels learned from", CURVE_COLUMNS, curve_table(result)))
-        for name, result in self.found["served"].items():
-            rows = [(n, signed(result.difference(arm))) for arm, n in enumerate(HELD_OUT) if arm != result.against]
-            found.append((f"{name}: one pass, all labels", ("score", "above the article's"), rows))
-        if "traces" in self.found:
-            found.append(("Traces without hidden states", TRACE_COLUMNS, trace_table(self.found["traces"])))
+        for title, kind, arms in (
+            ("One pass, every draft scored", "served", ARMS),
+            ("Without hidden states, four passes", "traces", WITHOUT_HIDDEN),
+        ):
+            if kind in self.found:
+                columns = ("traces", "labels", *list(arms)[1:])
+                found.append((f"{title}: above the article's", columns, difference_table(self.found[kind], arms)))
         harm = [harm_row(name, result) for name, result in self.found["harm"].items()]
-        found.append(("Where an addition could do harm", HARM_COLUMNS, harm))
+        title = f"Where an addition could do harm: mean / worst {WINDOW:,} labels / largest sum that was lost, nats"
+        found.append((title, HARM_COLUMNS, harm))
         return found
 
     def picture(self, path: Path) -> None:
@@ -206,20 +211,18 @@ class Report:
             panel.set_title(f"{name}: other prompts", fontsize=10)
             panel.set(xlabel="labels learned from, up to", ylabel="log-loss above the article's")
             panel.legend(fontsize=7)
+        arm, base = list(HARM).index(ALL), list(HARM).index(EXACT)
         for panel, name in zip(panels[1], names, strict=True):
+            panel.set_prop_cycle(color=plt.get_cmap("tab20").colors)
             for each, result in self.found["harm"].items():
-                if not each.startswith(name):
-                    continue
-                steps = np.array(result.runs[0].steps)
-                arm = list(HARM).index(ALL)
-                panel.plot(
-                    np.cumsum(steps[:, 0]), np.cumsum(steps[:, 1 + arm] - steps[:, 1]), linewidth=1,
-                    label=each.removeprefix(f"{name}: "),
-                )  # fmt: skip
+                if each.startswith(name):
+                    steps = np.array(result.runs[0].steps)
+                    lost = np.cumsum(steps[:, 1 + arm] - steps[:, 1 + base])
+                    panel.plot(np.cumsum(steps[:, 0]), lost, linewidth=1.2, label=each.removeprefix(f"{name}: "))
             panel.axhline(0, color="grey", linestyle="--", linewidth=1)
             panel.set_title(f"{name}: where an addition could do harm", fontsize=10)
-            panel.set(xlabel="labels", ylabel="loss above the article's so far (nats)")
-            panel.legend(fontsize=6)
+            panel.set(xlabel="labels", ylabel="loss above that without additions, so far (nats)")
+            panel.legend(fontsize=6, loc="lower left")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
         plt.close(figure)
@@ -231,22 +234,24 @@ class Report:
         for kind, held in (("prompt", "other prompts"), ("workload", "the other workload")):
             for name, result in self.found[kind].items():
                 gap = result.difference(arm, len(SPANS) - 1)
-                more = result.ece(arm) - result.ece(result.against)
+                more = result.ece(arm) - result.ece(0)
                 reached = "" if gap.value <= TARGET else f" (aim: {TARGET:+.3f})"
                 raised = f", above the bound of {ECE_BOUND}" if more > ECE_BOUND else ""
                 after = f"{name}, {held}, after {SETTLED:,} labels"
                 lines.append(f"{after}: log-loss {signed(gap)}{reached}, ECE {more:+.4f}{raised}.")
-        arm = list(HARM).index(ALL)
         harm = self.found["harm"]
-        worse = [name for name, result in harm.items() if result.difference(arm).value > BOUND]
-        window = {name: result.worst_window(arm) for name, result in harm.items()}
-        above = [f"{name} ({value:+.4f})" for name, value in window.items() if value > BOUND]
-        lines.append(
-            f"Over a whole stream the score with all additions is more than {BOUND} above the article's in "
-            f"{len(worse)} of {len(harm)} scenarios{': ' if worse else ''}{'; '.join(worse)}. In some window of "
-            f"{WINDOW:,} labels of some seed it is in {len(above)}{': ' if above else ''}{'; '.join(above)}. The "
-            f"largest sum that was ever lost is {max(result.deepest(arm) for result in harm.values()):.1f} nats."
-        )
+        for each, other in HARM_PAIRS[1:3]:
+            arm, against = list(HARM).index(each), list(HARM).index(other)
+            worse = [name for name, result in harm.items() if result.difference(arm, against=against).value > BOUND]
+            window = {name: result.worst_window(arm, against) for name, result in harm.items()}
+            above = [f"{name} ({value:+.4f})" for name, value in window.items() if value > BOUND]
+            deepest = max(result.deepest(arm, against) for result in harm.values())
+            lines.append(
+                f"{each} against {other}, where additions could do harm: over the whole stream more than {BOUND} above "
+                f"in {len(worse)} of {len(harm)} scenarios{': ' if worse else ''}{'; '.join(worse)}. In the worst "
+                f"window of {WINDOW:,} labels of any seed in {len(above)}{': ' if above else ''}{'; '.join(above)}. "
+                f"The largest sum that was lost: {deepest:.1f} nats."
+            )
         return lines
 
     def body(self) -> str:
@@ -265,8 +270,9 @@ class Report:
         )
         held = (
             f"Other prompts: {FOLDS} folds; the requests of one are served with the rest, and nothing is learned from "
-            "them, no offset either. Other workload: the same with one of the two workloads. The second of the two "
-            "passes has new verdicts on the same drafts, which the head has seen then: more labels, not more drafts."
+            "them, no offset either: what that is worth shows in the pass where every draft is scored. Other workload: "
+            "the same with one of the two workloads. The second of the two passes has new verdicts on the same drafts, "
+            "which the head has seen then: more labels, not more drafts."
         )
         why = (
             f"A gate opens after {OFFSET_BOUND:g} (offset) or {HEAD_BOUND:g} nats (head) of evidence, counted from "

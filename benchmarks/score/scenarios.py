@@ -39,13 +39,13 @@ def by_prompt(rounds: Rounds, fold: int) -> Mask:
     return ~np.isin(rounds.prompt, prompts[fold::FOLDS])
 
 
-def held_out(name: str, rounds: Rounds, taught: Mask) -> Scenario:
+def held_out(name: str, rounds: Rounds, taught: Mask, rows: int = ROWS) -> Scenario:
     """Two passes, the second with new verdicts and in another order; what is held out is served with the rest."""
-    return Scenario(name, lambda: rounds, partial(shuffled, passes=2), taught=taught)
+    return Scenario(name, lambda: rounds, partial(shuffled, passes=2), rows, taught)
 
 
-def prompts_held_out(name: str, rounds: Rounds) -> list[Scenario]:
-    return [held_out(f"{name}, fold {fold}", rounds, by_prompt(rounds, fold)) for fold in range(FOLDS)]
+def prompts_held_out(name: str, rounds: Rounds, rows: int = ROWS) -> list[Scenario]:
+    return [held_out(f"{name}, fold {fold}", rounds, by_prompt(rounds, fold), rows) for fold in range(FOLDS)]
 
 
 def workloads_held_out(name: str, rounds: Rounds) -> list[Scenario]:
