@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from av_triton.estimator import AcceptanceEstimator
 from av_triton.ops.accumulate import CYCLE, REFITS
-from av_triton.ops.refit import N, refit
+from av_triton.ops.refit import count_labels, refit
 from av_triton.verifier import AdaptiveVerifier
 
 _NEVER_FULL = -(1 << 62)
@@ -85,7 +85,7 @@ class ReplicaRefit:
             before=labels,
             memory=c.memory,
         )
-        labels += sums[:, N]
+        count_labels(labels, sums)
         s.slopes.copy_(slopes)
         s.intercepts[:, k] = intercepts
         s.sums.zero_()

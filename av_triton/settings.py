@@ -29,6 +29,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         strata: names of the groups of requests that have coefficients of their own.
         initial_slopes: one per stratum. initial_intercept: of every position.
         replicas: how many replicas' sums may be added before a refit (bounds the fixed-point sums).
+        offset_prior: adds to each request's log-odds an offset of its own, R / (V + offset_prior), with R the sum of
+            y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
+            variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
+        head: learn a correction of the log-odds from the drafter's hidden states, where the runtime gives them
+            (`hidden_size` of the estimator).
+        entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).
+        history: keep how likely the drawn tokens were, by slot (`AcceptanceEstimator.state.gaps`). Scores use neither.
 
     Planning
         policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
@@ -36,7 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             Each of the three is lossless; argmax over the *current* survivals is not, and is not offered.
         fixed_budget: drafts per segment under policy "fixed".
         exploration: share of the drafts admitted at full depth whatever their score, so that a position that is no
-            longer verified keeps earning labels; 0 turns it off.
+            longer verified keeps earning labels; 0 turns it off. More than 64 requests explore as much as 64, for the
+            labels that a refit needs do not grow with the batch.
         lag: steps between a proposal and the step that uses it (0: the device uses its own; 2: overlapped runtimes).
         minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
         max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
@@ -55,12 +63,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_slopes: tuple[float, ...] = (0.5, 0.9)
     initial_intercept: float = -0.2
     replicas: int = 1
+    offset_prior: float | None = None
+    head: bool = True
+    entropy: bool = False
+    history: bool = False
 
     policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
     fixed_budget: int | None = None
     exploration: float = 0.01
     lag: int = 0
-    minimum_gain: float = 0.04
+    minimum_gain: float = 0.01
     max_verify_tokens: int | None = None
     autoregressive: bool = False
 
@@ -74,8 +86,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if field.type in (int, int | None):
                 ok = isinstance(value, int) or (optional and value is None)
                 need(ok, field.name, "give a whole number" + (" or None" if optional else ""))
-            elif field.type is float:
-                need(isinstance(value, int | float), field.name, "give a number")
+            elif field.type in (float, float | None):
+                ok = isinstance(value, int | float) or (optional and value is None)
+                need(ok, field.name, "give a number" + (" or None" if optional else ""))
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
@@ -91,6 +104,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
         need(abs(self.initial_intercept) < LARGEST, "initial_intercept", "give a finite number")
         need(self.replicas >= 1, "replicas", "give a whole number, at least 1")
+        need(
+            self.offset_prior is None or 0.01 <= self.offset_prior < float("inf"),
+            "offset_prior",
+            "give a finite number, at least 0.01, or None for no offset",
+        )
         need(self.policy in ("earlier", "fixed", "lookahead"), "policy", "choose earlier, fixed or lookahead")
         need(
             (self.policy == "fixed") == (self.fixed_budget is not None),

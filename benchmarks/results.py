@@ -32,6 +32,13 @@ def versions() -> str:
     return ", ".join(found)
 
 
+def command(target: str, usual: dict[str, object], given: dict[str, object]) -> str:
+    """`make target`, with the options whose values are not the usual ones (False: `--no-NAME`)."""
+    changed = {name: value for name, value in given.items() if value != usual[name]}
+    options = [f"--no-{name}" if value is False else f"--{name} {value}" for name, value in changed.items()]
+    return f"make {target}" + (f' ARGS="{" ".join(options)}"' if options else "")
+
+
 def publish(name: str, title: str, command: str, body: str, page: Path = PAGE) -> None:
     """Put a section into the page, with its command, the versions and today's date. `name`: one of SECTIONS."""
     if name not in SECTIONS:

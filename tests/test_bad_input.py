@@ -36,7 +36,7 @@ def verifier():
 
 def state_of(verifier):
     owned = (*verifier.estimator.state, *verifier.planner.state, *verifier.planner._out, *verifier.planner._costs)
-    return [t.clone() for t in owned]
+    return [t.clone() for t in owned if t is not None]
 
 
 # (method, arguments, what the message says)
@@ -67,6 +67,13 @@ CALLS = [
     ("score", (floats(2, K, V), ints(0, 1), None, floats(3)), r"temperature has shape \(3,\): give one value"),
     ("score", (floats(2, K, V), ints(0, 1), None, floats(2).double()), "temperature is torch.float64 .* give float32"),
     ("score", (floats(2, K, V), ints(0, 1), None, meta(())), "one number on meta, and reading it would wait for the"),
+    ("score", (floats(2, K, V), ints(0, 1), None, None, ints(1)), "tokens are torch.int32 on cpu: give int64 on cpu"),
+    (
+        "score",
+        (floats(2, K, V), ints(0, 1), None, None, [1]),
+        r"tokens are \[1\]: give int64 on cpu, one per draft, or None",
+    ),
+    ("score", (floats(2, V), ints(0, 1), 0, None, floats(2, K).long()), r"tokens have shape \(2, 3\): .*, \(2,\)"),
     ("plan", (ints(0, 1), ints(1, 2, 3)), r"drafts has shape \(3,\): give \(2,\)"),
     ("plan", (ints(0, 1), floats(2)), "drafts has dtype torch.float32"),
     ("plan", (ints(0, 1), [1, 2]), r"drafts is list: give a tensor of shape \(2,\) on cpu"),
@@ -87,6 +94,20 @@ CALLS = [
     ("observe", (ints(0, 9), ints(1, 1)), "slots holds 9"),
     ("observe", (ints(0, 1), ints(1, 1), ints(1)), r"admitted has shape \(1,\): give \(2,\)"),
     ("observe", (ints(0, 1), ints(1, 1), None, ints(1, 1)), "teach has dtype torch.int32: give torch.bool"),
+    ("observe", (ints(0, 1), ints(1, 1), None, None, floats(2)), r"acceptance has shape \(2,\): give one row per slot"),
+    (
+        "observe",
+        (ints(0, 1), ints(1, 1), None, None, floats(1, K)),
+        r"acceptance has shape \(1, 3\): .* \(2, at most 3\)",
+    ),
+    ("observe", (ints(0, 1), ints(1, 1), None, None, floats(2, K + 1)), r"has shape \(2, 4\): .* \(2, at most 3\)"),
+    (
+        "observe",
+        (ints(0, 1), ints(1, 1), None, None, floats(2, K).double()),
+        "acceptance is torch.float64 on cpu: give",
+    ),
+    ("observe", (ints(0, 1), ints(1, 1), None, None, meta(2, K, dtype=torch.float32)), "torch.float32 on meta: give"),
+    ("observe", (ints(0, 1), ints(1, 1), None, None, [0.5]), r"acceptance is \[0.5\]: give float32 on cpu, one probab"),
     ("reset", (ints(0, 8),), "slots holds 8"),
     ("reset", (ints(0, 1), ints(0)), r"strata has shape \(1,\): give \(2,\)"),
     ("reset", (ints(0, 1), ints(0, 1).long()), "strata has dtype torch.int64: give torch.int32"),
@@ -161,7 +182,8 @@ def test_a_cost_of_another_type():
 SETTINGS = [
     ("refit_interval", 0, "at least 1"), ("refit_interval", 1.5, "whole number"), ("refit_interval", "8", "whole"),
     ("ridge", 0.0, "positive"), ("ridge", float("nan"), "positive"), ("ridge", "x", "number"),
-    ("memory", 0.5, "1 or more"),
+    ("memory", 0.5, "1 or more"), ("offset_prior", 0.0, "at least 0.01"), ("offset_prior", "2", "number or None"),
+    ("offset_prior", float("nan"), "at least 0.01"), ("offset_prior", float("inf"), "finite"),
     ("damping", -1.0, "0 or more"), ("max_slope_step", 0.0, "positive"), ("max_intercept_step", float("inf"), "finite"),
     ("strata", (), "1 to 8"), ("strata", ("a", "a"), "name of its own"), ("initial_slopes", (0.5,), "for each of 2"),
     ("initial_slopes", (0.5, -1.0), "0 or more"), ("initial_slopes", (0.5, 1e300), "finite"),
@@ -228,6 +250,11 @@ OPS = [
     ("logit_max_partial", (floats(2, V), -0.5), "temperature = -0.5"),
     ("merge_logit_max", (floats(2, 3), floats(3, 2)), r"\(2, 3\) and complement \(3, 2\) must have one shape"),
     ("merge_logit_max", (floats(0, 3), floats(0, 3)), "at least one shard along dim 0: stack the outputs"),
+    ("logit_max_and_entropy", (floats(2, V).int(),), "logits have dtype torch.int32"),
+    ("logit_max_and_entropy", (floats(2, V), floats(3)), r"temperature has shape \(3,\): give one value"),
+    ("entropy_partial", (floats(2, 0),), "the last dimension must be 1 to 262144 tokens"),
+    ("merge_entropy", (floats(2, 3), floats(2, 3), floats(3)), r"\(2, 3\) and moment \(3,\) must have one shape"),
+    ("merge_entropy", (floats(0, 3),) * 3, "at least one shard along dim 0: stack the outputs of entropy_partial"),
     ("acceptance_score", (floats(2, K).double(), W, B[0]), r"features are torch.float64 \(2, 3\): give float32"),
     ("acceptance_score", (floats(2, K), W, floats(2)), r"slope \(1,\) and intercepts \(2,\): give one slope and one"),
     ("acceptance_score", (floats(2, K), floats(2), B[0]), "give one slope and one intercept for each of 3"),
@@ -263,6 +290,8 @@ OPS = [
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W.double(), B), "slope is torch.float64 .* give float32"),
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, B, ints(0, 0).long()), "strata has dtype torch.int64"),
     ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, B, None, ints(1, 1)), "teach has dtype torch.int32"),
+    ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, B, None, None, floats(2, 2)), r"\(2, 2\): give \(2, 3\)"),
+    ("accumulate", (floats(2, K), ints(1, 1), ints(1, 1), W, B, None, None, W), "acceptance has shape"),
     ("refit", (floats(1, 6, K), W, B), r"sums are torch.float32 \(1, 6, 3\): give int64 \[strata, 6, K\]"),
     ("refit", (floats(1, 5, K).long(), W, B), "sums are torch.int64"),
     ("refit", (floats(1, 6, K).long(), W, floats(1, 2)), r"do not fit sums \(1, 6, 3\): give \(1,\) and \(1, 3\)"),

@@ -26,6 +26,7 @@ from benchmarks.traces.quality import (
 
 DATA = Path(__file__).parents[1] / "benchmarks/traces/data"
 INTERVAL = Settings().refit_interval
+Q30 = 1 << 30
 CYCLES = 20  # refits within which a model has to be learned
 
 
@@ -55,7 +56,7 @@ def test_at_rest_the_coefficients_move_less_than_one_cycle_s_fit(use):
             teach(estimator, model, rng, cycles=1, rows=32)
             moves.append(float(estimator.state.intercepts[0, 0]))
         spread[memory] = np.var(moves[10:])
-        assert estimator.state.labels[0, 0] == 100 * INTERVAL * 32
+        assert estimator.state.labels[0, 0] == 100 * INTERVAL * 32 * Q30
     # A mean with weights of 1/4, 3/16, ... has a seventh of the variance.
     assert 0.07 < spread[4.0] / spread[1.0] < 0.3
 
@@ -190,6 +191,74 @@ def test_calibration_recovers_from_a_workload_switch() -> None:
     assert errors[0] < 0.03
     assert errors[1] > 0.1
     assert max(errors[2:]) < 0.03, errors
+
+
+def rounds(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(features, exact acceptance probabilities) of the rounds of a recorded trace, float32 [n, K] each."""
+    trace = load(DATA / f"{name}.npz")
+    positions = trace.features.shape[-1]
+    return trace.features.reshape(-1, positions), trace.alpha.reshape(-1, positions)
+
+
+def redrawn(alpha: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+    return torch.from_numpy(accepted_before_rejection(rng.random(alpha.shape) < alpha))
+
+
+def expected_loss(estimator: AcceptanceEstimator, f: np.ndarray, alpha: np.ndarray) -> float:
+    """Mean log-loss per label, in expectation over the verdicts, of rounds that are verified in full."""
+    now = estimator.coefficients()
+    p = sigmoid(now.slopes[SAMPLED] * f.astype(np.float64) + np.array(now.intercepts[SAMPLED])).clip(1e-9, 1 - 1e-9)
+    reach = np.cumprod(np.concatenate([np.ones_like(alpha[:, :1]), alpha[:, :-1]], 1), 1)
+    return float(-(reach * (alpha * np.log(p) + (1 - alpha) * np.log(1 - p))).sum() / reach.sum())
+
+
+def put(estimator: AcceptanceEstimator, slots: torch.Tensor, f: np.ndarray) -> None:
+    """As if drafts with these features had been scored."""
+    estimator.state.features[slots, : f.shape[1]] = torch.from_numpy(f)
+    estimator.state.scores[slots] = 0.5
+
+
+def test_exact_labels_converge_to_where_many_redrawn_verdicts_do() -> None:
+    rng = np.random.default_rng(8)
+    f, alpha = (values[:256] for values in rounds("A_gsm8k_T1"))
+    rows, K = f.shape
+    slots, every = torch.arange(rows), torch.full((rows,), K)
+    exact = AcceptanceEstimator(rows, K, settings=Settings(refit_interval=8, memory=1.0))
+    verdicts = AcceptanceEstimator(rows, K, settings=Settings(refit_interval=8, memory=50.0))
+    for _ in range(100 * 8):
+        before = exact.coefficients()
+        for estimator, acceptance in ((exact, torch.from_numpy(alpha)), (verdicts, None)):
+            put(estimator, slots, f)
+            estimator.observe(slots, redrawn(alpha, rng), every, acceptance=acceptance)
+    a, b = exact.coefficients(), verdicts.coefficients()
+    assert a.slopes == pytest.approx(before.slopes, abs=1e-6), "at rest: these labels have no noise"
+    assert a.intercepts[SAMPLED] == pytest.approx(before.intercepts[SAMPLED], abs=1e-6)
+    assert a.slopes[SAMPLED] == pytest.approx(b.slopes[SAMPLED], abs=0.01)
+    assert a.intercepts[SAMPLED] == pytest.approx(b.intercepts[SAMPLED], abs=0.05)
+    assert abs(a.slopes[SAMPLED] - Settings().initial_slopes[SAMPLED]) > 0.02
+
+
+@pytest.mark.parametrize("name", ["A_gsm8k_T1", pytest.param("B_humaneval_T1", marks=pytest.mark.full)])
+def test_exact_labels_leave_less_excess_loss_than_verdicts_of_as_many_rounds(name: str) -> None:
+    f, alpha = (values[:1024] for values in rounds(name))
+    K = f.shape[1]
+
+    def fitted(exact: bool, rows: int, steps: int, seed: int = 0, **options: float) -> float:
+        rng = np.random.default_rng(seed)
+        estimator = AcceptanceEstimator(rows, K, settings=Settings(**options))
+        slots, every = torch.arange(rows), torch.full((rows,), K)
+        for _ in range(steps):
+            chosen = rng.choice(len(f), rows, replace=False)
+            put(estimator, slots, f[chosen])
+            acceptance = torch.from_numpy(alpha[chosen]) if exact else None
+            estimator.observe(slots, redrawn(alpha[chosen], rng), every, acceptance=acceptance)
+        return expected_loss(estimator, f, alpha)
+
+    best = fitted(True, len(f), 60, refit_interval=1, memory=1.0)
+    verdicts, exact = (
+        np.mean([fitted(kind, 8, 160, seed, refit_interval=8) for seed in range(16)]) - best for kind in (False, True)
+    )
+    assert 0 < exact < 0.85 * verdicts
 
 
 # Verifying costs in proportion to the tokens: unlikely drafts do not pay.

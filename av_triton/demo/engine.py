@@ -149,7 +149,7 @@ class Arm:
             self.drafter.extend(tapped, tokens, self.draft_cache)
         self._lap("verify")
 
-        accepted, following = self.sampler.verify(logits, tokens.offsets, drafts, admitted, *distributions)
+        accepted, following, acceptance = self.sampler.verify(logits, tokens.offsets, drafts, admitted, *distributions)
         self.lengths = lengths + accepted + 1
         self.pending = following
         kept = torch.cat((drafts, following[:, None]), 1)
@@ -158,7 +158,7 @@ class Arm:
         self._lap("sample")
 
         if self.verifier:
-            self.verifier.observe(slots, accepted.to(torch.int32))
+            self.verifier.observe(slots, accepted.to(torch.int32), acceptance=acceptance)
             self._lap("control")
             self._label(predicted, admitted, accepted)
         counts = self.counts

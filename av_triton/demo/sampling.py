@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,18 @@ from av_triton.ops.sample import sample_and_score
 
 # Log-normalisers are float32: far below it logits / temperature would be too large for them.
 LEAST_TEMPERATURE = 0.01
+
+
+class Verdicts(NamedTuple):
+    """What verification made of the drafts of B rows.
+
+    accepted: int64 [B], accepted drafts. following: int64 [B], the token after them. acceptance: float32 [B, K], the
+    probability min(1, p / q) that each draft had of being accepted, valid where it was admitted; None when greedy.
+    """
+
+    accepted: Tensor
+    following: Tensor
+    acceptance: Tensor | None
 
 
 class Sampler:
@@ -45,8 +59,8 @@ class Sampler:
         admitted: Tensor,
         draft_logits: Tensor,
         log_normalisers: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Target logits [N, V] -> (accepted int64 [B], next token int64 [B]).
+    ) -> Verdicts:
+        """The verdicts of target logits [N, V].
 
         offsets int64 [B + 1]: row b's logits are those at offsets[b] .. offsets[b] + admitted[b].
         drafts int64 [B, K], admitted int64 [B]. draft_logits [B, K, V'] with V' <= V and log_normalisers [B, K]: of the
@@ -58,7 +72,7 @@ class Sampler:
         if not self.temperature:
             best = argmax(logits)
             accepted = (live & (drafts == best[at])).cumprod(1).sum(1)
-            return accepted, best[offsets[:-1] + accepted]
+            return Verdicts(accepted, best[offsets[:-1] + accepted], None)
         p = self.target_law(logits)
         p_draft = p[at, drafts]
         q_draft = (draft_logits.gather(2, drafts[:, :, None])[:, :, 0] / self.temperature - log_normalisers).exp()
@@ -72,7 +86,7 @@ class Sampler:
         residual.clamp_(min=0)
         # Rounding may leave nothing where p and q agree to the last bits.
         target[rejected] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target[rejected])
-        return accepted, self._pick(target)
+        return Verdicts(accepted, self._pick(target), (p_draft / q_draft).clamp(max=1))
 
     def target_law(self, logits: Tensor) -> Tensor:
         """Target logits [N, V] -> the probabilities that the output follows when sampling, [N, V]."""

@@ -45,15 +45,35 @@ def temperature_argument(
     return None, value
 
 
-def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> None:
-    """None, or int64 of `shape`."""
-    if seeds is None:
+def check_per_draft(
+    name: str, tensor: torch.Tensor | None, without: str, shape: Sequence[int], device: torch.device
+) -> None:
+    """None, which means `without`, or int64 of `shape`."""
+    if tensor is None:
         return
-    if not isinstance(seeds, torch.Tensor) or seeds.dtype != torch.int64 or seeds.device != device:
-        what = f"{seeds.dtype} on {seeds.device}" if isinstance(seeds, torch.Tensor) else repr(seeds)
-        raise ValueError(f"seeds are {what}: give int64 on {device}, one per draft, or None for the argmax")
-    if seeds.shape != torch.Size(shape):
-        raise ValueError(f"seeds have shape {tuple(seeds.shape)}: give one per draft, {tuple(shape)}")
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int64 or tensor.device != device:
+        what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+        raise ValueError(f"{name} are {what}: give int64 on {device}, one per draft, or None for {without}")
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} have shape {tuple(tensor.shape)}: give one per draft, {tuple(shape)}")
+
+
+def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> None:
+    check_per_draft("seeds", seeds, "the argmax", shape, device)
+
+
+def check_acceptance(acceptance: torch.Tensor, rows: int, positions: int, device: torch.device) -> None:
+    """float32 [rows, k], k <= positions, on `device`."""
+    if not isinstance(acceptance, torch.Tensor) or acceptance.dtype != torch.float32 or acceptance.device != device:
+        what = (
+            f"{acceptance.dtype} on {acceptance.device}" if isinstance(acceptance, torch.Tensor) else repr(acceptance)
+        )
+        raise ValueError(f"acceptance is {what}: give float32 on {device}, one probability per draft, or None")
+    if acceptance.dim() != 2 or acceptance.shape[0] != rows or acceptance.shape[1] > positions:
+        raise ValueError(
+            f"acceptance has shape {tuple(acceptance.shape)}: give one row per slot and one column per draft position, "
+            f"({rows}, at most {positions})"
+        )
 
 
 def check_vector(

@@ -4,14 +4,14 @@ With theta = (w, b_0 .. b_{K-1}) the Hessian has one full row and a diagonal:
 
     ⎡ Σ a_k   B_0  B_1  ..  ⎤ ⎡ dw   ⎤   ⎡ Σ h_k ⎤        a_k = Σ p(1-p) f²    h_k = Σ (y - p) f
     ⎢ B_0     C_0           ⎥ ⎢ db_0 ⎥ = ⎢ g_0   ⎥        B_k = Σ p(1-p) f     g_k = Σ (y - p)
-    ⎣ B_1          C_1      ⎦ ⎣ db_1 ⎦   ⎣ g_1   ⎦        C_k = Σ p(1-p)       sums over labelled drafts
+    ⎣ B_1          C_1      ⎦ ⎣ db_1 ⎦   ⎣ g_1   ⎦        C_k = Σ p(1-p)       weighted sums over labelled drafts
 
     dw   = (Σ h_k - Σ B_k g_k / C_k) / (Σ a_k - Σ B_k² / C_k)        the ridge is added to Σ a_k and to every C_k
     db_k = (g_k - B_k dw) / C_k
 
-A coefficient with n labels takes n / (m + damping) of its step: m = n the first time, later the labels of all cycles so
-far, but no more than memory * n. So the first fit is made at once, later ones are averaged over about `memory` cycles.
-A step of more than three standard errors is no noise but a change: there m = n.
+A coefficient with n labels (the sum of their weights) takes n / (m + damping) of its step: m = n the first time, later
+the labels of all cycles so far, but no more than memory * n. So the first fit is made at once, later ones are averaged
+over about `memory` cycles. A step of more than three standard errors is no noise but a change: there m = n.
 Steps are clipped, the slope is kept at 0 or more, and the intercepts are solved for the slope step actually taken. What
 is not finite moves by 0.
 """
@@ -23,14 +23,21 @@ import triton.language as tl
 from av_triton.backend import use_triton
 from av_triton.ops.select import Q30
 
-# Rows of the sums int64 [..., 6, P]: Q30 but for N.
+# Rows of the sums int64 [..., 6, P], Q30.
 SUMS = 6
 A, B, C, H, G, N = range(SUMS)
 
 CHANGE = 9.0  # squared standard errors of a step, beyond which it is taken whole
+MOST_LABELS = 1 << 62  # Q30, of earlier cycles: by then `memory` decides; another cycle, below 2^55, still fits
 
 _Q30 = tl.constexpr(float(Q30))
 _CHANGE = tl.constexpr(CHANGE)
+_MOST_LABELS = tl.constexpr(MOST_LABELS)
+
+
+def count_labels(labels: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add a cycle's labels, sums [strata, 6, K], to those of earlier cycles, int64 Q30 [strata, K], in place."""
+    labels.add_(sums[:, N]).clamp_(max=MOST_LABELS)
 
 
 def refit_reference(
@@ -45,9 +52,8 @@ def refit_reference(
     memory: float = 4.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `refit`, for any leading dimensions: sums [..., 6, K], slope [...], intercepts and before [..., K]."""
-    a, b, c, h, g = (sums[..., i, :].double() / Q30 for i in range(5))
-    n = sums[..., N, :].double()
-    past = torch.zeros_like(n) if before is None else before.double()
+    a, b, c, h, g, n = (sums[..., i, :].double() / Q30 for i in range(SUMS))
+    past = torch.zeros_like(n) if before is None else before.double() / Q30
 
     def damped(step: torch.Tensor, information: torch.Tensor, n: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
         m = torch.where(step * step * information > CHANGE, n, torch.minimum(past + n, memory * n))
@@ -81,8 +87,9 @@ def solve(sums, labels, slope, intercepts, K, RIDGE, DAMPING, MEMORY, MAX_DW, MA
     c = tl.load(sums + 2 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30 + RIDGE
     h = tl.load(sums + 3 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
     g = tl.load(sums + 4 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64) / _Q30
-    n = tl.load(sums + 5 * P + k, mask=mask, other=0, cache_modifier=".cg").to(tl.float64)
-    past = tl.load(labels + k, mask=mask, other=0).to(tl.float64)
+    new = tl.load(sums + 5 * P + k, mask=mask, other=0, cache_modifier=".cg")
+    before = tl.load(labels + k, mask=mask, other=0)
+    n, past = new.to(tl.float64) / _Q30, before.to(tl.float64) / _Q30
     total = tl.sum(n, 0)
     w = tl.load(slope).to(tl.float64)
     information = tl.sum(a, 0) + RIDGE - tl.sum(b * b / c, 0)
@@ -96,7 +103,7 @@ def solve(sums, labels, slope, intercepts, K, RIDGE, DAMPING, MEMORY, MAX_DW, MA
     tl.store(slope, (w + dw).to(tl.float32))
     old = tl.load(intercepts + k, mask=mask, other=0.0).to(tl.float64)
     tl.store(intercepts + k, (old + db).to(tl.float32), mask=mask)
-    tl.store(labels + k, (past + n).to(tl.int64), mask=mask)
+    tl.store(labels + k, tl.minimum(before + new, _MOST_LABELS), mask=mask)
     for i in tl.static_range(6):
         tl.store(sums + i * P + k, tl.zeros([P], tl.int64))
 
@@ -172,7 +179,7 @@ def refit(
     Args:
         sums: int64 [strata, 6, K] as `accumulate` gives them.
         slope: float32 [strata]. intercepts: float32 [strata, K].
-        before: int64 [strata, K], labels of earlier refits; None: none.
+        before: int64 [strata, K], labels of earlier refits in Q30; None: none.
         ridge, damping, max_slope_step, max_intercept_step, memory: see `Settings`.
 
     Returns:

@@ -20,7 +20,7 @@ from av_triton.demo.cli import encode, shipped
 from av_triton.demo.drafters import BlockDrafter
 from av_triton.demo.engine import Arm, Prompts
 from av_triton.demo.model import Linear, Model, load_tokenizer, load_weights
-from av_triton.demo.sampling import Sampler
+from av_triton.demo.sampling import Sampler, Verdicts
 
 
 class CountingSampler(Sampler):
@@ -28,11 +28,11 @@ class CountingSampler(Sampler):
 
     steps: Tensor | None = None
 
-    def verify(self, logits: Tensor, offsets: Tensor, drafts: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        accepted, following = super().verify(logits, offsets, drafts, *rest)
-        counts = torch.bincount(accepted, minlength=drafts.shape[1] + 1)
+    def verify(self, logits: Tensor, offsets: Tensor, drafts: Tensor, *rest: Tensor) -> Verdicts:
+        verdicts = super().verify(logits, offsets, drafts, *rest)
+        counts = torch.bincount(verdicts.accepted, minlength=drafts.shape[1] + 1)
         self.steps = counts if self.steps is None else self.steps + counts
-        return accepted, following
+        return verdicts
 
 
 def summary(steps: Tensor) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     python -m benchmarks.traces.collect [--out build/traces]
 
 One .npz per drafter, workload and temperature (format: README.md). A trace that is there already is kept, so the same
-command goes on where it was stopped.
+command goes on where it was stopped. `settings.json` beside them says with which options they were made.
 """
 
 import json
@@ -27,7 +27,7 @@ from av_triton.demo.cli import MAX_PROMPT, encode, shipped
 from av_triton.demo.drafters import BlockDrafter, Drafter, LayerSkipDrafter
 from av_triton.demo.engine import Arm, Prompts
 from av_triton.demo.model import Linear, Model, load_tokenizer, load_weights
-from av_triton.demo.sampling import Sampler
+from av_triton.demo.sampling import Sampler, Verdicts
 from av_triton.files import write_atomic
 from av_triton.ops.logit_max import argmax
 from benchmarks.traces.quality import WORKLOADS
@@ -111,8 +111,8 @@ class Recorder(Sampler):
         admitted: Tensor,
         draft_logits: Tensor,
         log_normalisers: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        accepted, following = super().verify(logits, offsets, drafts, admitted, draft_logits, log_normalisers)
+    ) -> Verdicts:
+        verdicts = super().verify(logits, offsets, drafts, admitted, draft_logits, log_normalisers)
         rows, depth = drafts.shape
         seen = torch.cat([x.view(rows, -1, x.shape[-1]) for x in self.drawn_from], 1)
         self.drawn_from.clear()
@@ -123,11 +123,11 @@ class Recorder(Sampler):
         law = None if self.law is None else without_bonus(self.law)
         self.columns = describe(seen, without_bonus(logits), drafts, self.temperature, law)
         # The verdicts up to the first rejection are those of the decoding; the later ones are independent of them.
-        place, last = torch.arange(depth), accepted[:, None]
+        place, last = torch.arange(depth), verdicts.accepted[:, None]
         hypothetical = torch.rand(drafts.shape, generator=self.generator) < self.columns["alpha"]
         self.columns["accept"] = (place < last) | (place > last) & hypothetical
         self.columns["observed"] = place <= last
-        return accepted, following
+        return verdicts
 
 
 def record(
@@ -228,6 +228,12 @@ def main(
 ) -> None:
     """Traces of two drafters on four workloads at temperatures 0, .7 and 1 (target top-p .95), every draft verified."""
     out.mkdir(parents=True, exist_ok=True)
+    settings = {"labels": labels, "batch": batch, "max_new": max_new, "draft_vocab": draft_vocab, "seed": seed}
+    kept = out / "settings.json"
+    if kept.exists() and (made := json.loads(kept.read_text())) != settings:
+        console.print(f"{out} has traces made with {made}, not {settings}: give another --out", style="red")
+        raise typer.Exit(2)
+    kept.write_text(json.dumps(settings))
     bar = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with torch.inference_mode(), Progress(TextColumn("{task.description}"), *bar, console=console) as progress:
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from av_triton.snapshot import Snapshot
-from av_triton_sglang import costs, dflash, dspark, eagle, flag, hooks, status, step, supports, targets
+from av_triton_sglang import acceptance, costs, dflash, dspark, eagle, flag, hooks, status, step, supports, targets
 from av_triton_sglang.hooks import AFTER, AROUND, Hook
 
 FAMILIES: Mapping[str, tuple[tuple[Hook, ...], Mapping[str, str]]] = {
@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, tuple[tuple[Hook, ...], Mapping[str, str]]] = {
 }
 
 COMMON = (
+    *acceptance.HOOKS,
     Hook(targets.STATE, status.add_to_internal_state, AFTER),
     Hook(targets.SHUTDOWN, step.save_at_shutdown, AFTER),
 )

@@ -19,6 +19,11 @@ SHUTDOWN = "sglang.srt.managers.scheduler.Scheduler.handle_shutdown"
 COMMON: Mapping[str, str] = {
     STATE: "self, recv_req",
     SHUTDOWN: "self, recv_req",
+    "sglang.kernels.ops.speculative.verify_sampling.chain_speculative_sampling_triton": (
+        "predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, "
+        "retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs, "
+        "threshold_single, threshold_acc, deterministic, *, block_verification"
+    ),
     "sglang.srt.managers.overlap_utils.decide_needs_confidence_relay": "",
     _DSPARK + "dspark_planner.ragged_capture_num_tokens": "*, model_runner",
     _DSPARK + "dspark_planner.ragged_capture_max_slots": "*, model_runner",

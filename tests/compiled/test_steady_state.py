@@ -15,6 +15,15 @@ from tests.compiled.standin import GPU, gpu, torch_log
 SLOTS, ROWS, K, VOCAB, STEPS = 96, 64, 5, 1024, 300
 COST = CostTable(draft=[(1, 1.0), (ROWS, 2.0)], verify=[(1, 1.0), (400, 9.0)], captured=[1, 8, 64, 128])
 BLOCK, AUTOREGRESSIVE = Settings(refit_interval=4), Settings(refit_interval=4, autoregressive=True)
+ADDITIONS = Settings(refit_interval=4, offset_prior=4.0)  # and exact labels
+KEEPING = Settings(refit_interval=4, entropy=True, history=True)
+SETTINGS = {
+    "block": BLOCK,
+    "autoregressive": AUTOREGRESSIVE,
+    "offset and exact labels": ADDITIONS,
+    "entropy and history": KEEPING,
+}
+every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 PER_STEP = {"budget_kernel": 1, "select_kernel": 1, "observe_kernel": 1}
 
 
@@ -27,7 +36,9 @@ class Runtime:
         self.logits = torch.zeros(ROWS, K, VOCAB, dtype=torch.bfloat16)
         self.slots = torch.arange(ROWS, dtype=torch.int32)
         self.accepted = torch.zeros(ROWS, dtype=torch.int32)
+        self.acceptance = torch.ones(ROWS, K) if settings.offset_prior is not None else None
         self.temperature = torch.ones(ROWS)
+        self.tokens = torch.zeros(ROWS, K, dtype=torch.int64) if settings.history else None
         self.host_budget: int | None = None
         self.verifier.reset(self.slots)
 
@@ -38,9 +49,11 @@ class Runtime:
             for k in range(K):
                 scores = self.verifier.score(self.logits[batch, k], slots, position=k, temperature=1.0)
         else:
-            scores = self.verifier.score(self.logits[batch], slots, temperature=self.temperature[batch])
+            tokens = None if self.tokens is None else self.tokens[batch]
+            scores = self.verifier.score(self.logits[batch], slots, None, self.temperature[batch], tokens)
         plan = self.verifier.plan(slots, budget=self.host_budget)
-        self.verifier.observe(slots, self.accepted[batch])
+        acceptance = None if self.acceptance is None else self.acceptance[batch]
+        self.verifier.observe(slots, self.accepted[batch], acceptance=acceptance)
         return scores, plan
 
 
@@ -50,9 +63,10 @@ def device() -> Iterator[GPU]:
         yield counts
 
 
-@pytest.mark.parametrize("settings, scores", [(BLOCK, 1), (AUTOREGRESSIVE, K)], ids=["block", "autoregressive"])
+@every_setting
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
-def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_budget: int | None) -> None:
+def test_launches_per_step(device: GPU, settings: Settings, host_budget: int | None) -> None:
+    scores = K if settings.autoregressive else 1
     runtime = Runtime(settings)
     runtime.host_budget = host_budget
     runtime.step()
@@ -64,7 +78,7 @@ def test_launches_per_step(device: GPU, settings: Settings, scores: int, host_bu
     assert not device.compilations
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 @pytest.mark.parametrize("host_budget", [None, 7], ids=["device budget", "host budget"])
 def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, host_budget: int | None) -> None:
     runtime = Runtime(settings)
@@ -76,10 +90,13 @@ def test_no_allocation_and_no_read_by_the_host(device: GPU, settings: Settings, 
     assert log == Counter()
 
 
+@pytest.mark.parametrize("settings", [BLOCK, KEEPING], ids=["block", "entropy and history"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["argmax", "drawn"])
 @pytest.mark.parametrize("position", [None, 2], ids=["block", "one position"])
-def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool, position: int | None) -> None:
-    runtime = Runtime(BLOCK)
+def test_sampling_is_one_launch_that_allocates_nothing(
+    device: GPU, settings: Settings, drawn: bool, position: int | None
+) -> None:
+    runtime = Runtime(settings)
     logits = runtime.logits if position is None else runtime.logits[:, position]
     seeds = torch.zeros(ROWS, K, dtype=torch.int64)
     seeds = seeds if position is None else seeds[:, position]
@@ -101,7 +118,7 @@ def test_sampling_is_one_launch_that_allocates_nothing(device: GPU, drawn: bool,
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
     runtime.step()
@@ -114,7 +131,7 @@ def test_no_recompilation_over_50_batch_sizes(device: GPU, settings: Settings) -
     assert log == Counter()
 
 
-@pytest.mark.parametrize("settings", [BLOCK, AUTOREGRESSIVE], ids=["block", "autoregressive"])
+@every_setting
 def test_outputs_stay_at_their_addresses(device: GPU, settings: Settings) -> None:
     runtime = Runtime(settings)
 

@@ -11,11 +11,12 @@ def test_greedy_acceptance():
     # Two requests, two and one admitted drafts; target argmaxes 3, 1, 4 and 2, 0.
     logits = torch.eye(5)[torch.tensor([3, 1, 4, 2, 0])]
     drafts = torch.tensor([[3, 0, 4], [2, 0, 1]])
-    accepted, following = sampler.verify(
+    accepted, following, acceptance = sampler.verify(
         logits, torch.tensor([0, 3, 5]), drafts, torch.tensor([2, 1]), torch.zeros(2, 0, 1), torch.zeros(2, 0)
     )
     assert accepted.tolist() == [1, 1]
     assert following.tolist() == [1, 0]
+    assert acceptance is None
 
 
 @pytest.mark.parametrize("admitted", [0, 1, 2])
@@ -28,7 +29,7 @@ def test_law_of_the_first_token(admitted):
         draft_logits = q.log().expand(n, 2, -1)
         drafts, log_normalisers = sampler.draw(draft_logits)
         offsets = torch.arange(n + 1) * (admitted + 1)
-        accepted, following = sampler.verify(
+        accepted, following, acceptance = sampler.verify(
             p.log().expand(n * (admitted + 1), 3),
             offsets,
             drafts,
@@ -38,6 +39,8 @@ def test_law_of_the_first_token(admitted):
         )
         first = torch.where(accepted > 0, drafts[:, 0], following)
         assert int(accepted.max()) <= admitted
+        exact = (p[: len(q)] / q).clamp(max=1)[drafts]
+        torch.testing.assert_close(acceptance[:, :admitted], exact[:, :admitted])
         assert (
             stats.chisquare(torch.bincount(first, minlength=3).numpy(), (p * n).numpy(), sum_check=False).pvalue > 1e-3
         )

@@ -11,9 +11,11 @@ pytestmark = pytest.mark.gpu
 class Step:
     """One decode step on inputs that stay at their addresses."""
 
-    def __init__(self, device, rows=64, positions=7, vocab=32_000, lag=2):
+    def __init__(self, device, rows=64, positions=7, vocab=32_000, lag=2, **settings):
         cost = av.CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (8 * rows, 30.0)])
-        self.verifier = av.AdaptiveVerifier(rows, positions, device, cost=cost, settings=av.Settings(lag=lag))
+        self.verifier = av.AdaptiveVerifier(
+            rows, positions, device, cost=cost, settings=av.Settings(lag=lag, **settings)
+        )
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, positions, vocab, dtype=torch.bfloat16, device=device)
         self.accepted = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -33,11 +35,13 @@ class Step:
 
     def outputs(self):
         state = self.verifier.estimator.state
-        return [t.clone() for t in (self.scores, *self.plan[:3], state.slopes, state.intercepts, state.sums)]
+        found = (self.scores, *self.plan[:3], state.slopes, state.intercepts, state.sums, state.entropies)
+        return [t.clone() for t in found if t is not None]
 
 
-def test_a_step_runs_and_learns(device, full):
-    step = Step(device) if full else Step(device, rows=4, positions=3, vocab=100)
+@pytest.mark.parametrize("keeping", [{}, {"entropy": True, "history": True}], ids=["plain", "entropy and history"])
+def test_a_step_runs_and_learns(device, full, keeping):
+    step = Step(device, **keeping) if full else Step(device, rows=4, positions=3, vocab=100, **keeping)
     for seed in range(40 if full else 3):
         step.feed(seed)
         step()
@@ -45,10 +49,11 @@ def test_a_step_runs_and_learns(device, full):
     assert all(bool(t.isfinite().all()) for t in step.outputs())
 
 
-def test_replayed_from_one_graph_over_300_steps(cuda):
-    eager, captured = Step(cuda, lag=0), Step(cuda, lag=0)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_replayed_from_one_graph_over_300_steps(cuda, entropy):
+    eager, captured = Step(cuda, lag=0, entropy=entropy), Step(cuda, lag=0, entropy=entropy)
     captured()  # compiles
-    captured = Step(cuda, lag=0)
+    captured = Step(cuda, lag=0, entropy=entropy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured()

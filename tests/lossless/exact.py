@@ -13,7 +13,8 @@ each request of the batch, with o_r what it has emitted so far and D_r its draft
 3. x_1 .. x_{L_r} are verified: accept x_k with probability min(1, p(x_k) / q(x_k)); at the first rejection emit a token
    from the residual (p - q)_+ / sum (p - q)_+ and stop; if all are accepted emit a bonus token from
    p(. | o_r x_1 .. x_{L_r});
-4. the policy is told the number of accepted drafts.
+4. the policy is told the number of accepted drafts and, if it learns from them, the acceptance probabilities
+   min(1, p(x_k) / q(x_k)) of the verified ones.
 
 After the last step the outputs are completed with the target's own law up to the horizon T, which is what any later
 lossless steps would deliver. The result is compared with prod_r p_r(first T tokens).
@@ -51,6 +52,8 @@ Distribution = tuple[Fraction, ...]
 Lengths = tuple[int, ...]
 VerdictLaw = dict[tuple[int, Tokens], Fraction]
 """Probability of (number of accepted drafts, emitted tokens)."""
+Acceptance = tuple[float, ...]
+"""Acceptance probabilities of a request's verified drafts."""
 View = tuple[tuple[float, ...], ...]
 """What the policy is shown of one request's drafts: one row of probabilities per draft position."""
 
@@ -101,7 +104,7 @@ class Policy(Protocol):
         """Verify lengths of the batch and the state after planning."""
         ...
 
-    def observe(self, state: Hashable, accepted: tuple[int, ...]) -> Hashable:
+    def observe(self, state: Hashable, accepted: Lengths, acceptance: tuple[Acceptance, ...] | None) -> Hashable:
         """The state after the verdicts of the step that was planned last."""
         ...
 
@@ -143,6 +146,14 @@ def token_verification(request: Request, prefix: Tokens, drafts: Tokens, length:
         if mass:
             law[length, (*drafts[:length], v)] += reached * mass
     return law
+
+
+def acceptances(request: Request, prefix: Tokens, drafts: Tokens) -> Acceptance:
+    found = []
+    for k, x in enumerate(drafts):
+        p, q = request.target(prefix + drafts[:k]), request.drafter(prefix + drafts[:k])
+        found.append(float(min(Fraction(1), p[x] / q[x])))
+    return tuple(found)
 
 
 @dataclass
@@ -206,16 +217,17 @@ def output_law(
     batches: Sequence[tuple[int, ...]] | None = None,
     verification: Verification = token_verification,
     show: Callable[[Distribution, int], tuple[float, ...]] = honest,
+    acceptance: bool = False,
 ) -> Outcome:
     """The exact joint law of the first ``horizon`` tokens of every request after ``steps`` speculative steps.
 
     ``batches[t]`` are the requests that take part in step t (default: all in every step). ``show`` is what the policy
-    is shown of one draft.
+    is shown of one draft. ``acceptance``: whether it is told the acceptance probabilities.
     """
     every = tuple(range(len(requests)))
     batches = [every] * steps if batches is None else batches
     view_cache: dict[tuple[int, Tokens, int], dict[View, list[tuple[Tokens, Fraction]]]] = {}
-    law_cache: dict[tuple, list[tuple[int, tuple[Tokens, Tokens], Fraction]]] = {}
+    law_cache: dict[tuple, list[tuple[tuple[int, Acceptance], tuple[Tokens, Tokens], Fraction]]] = {}
 
     def views(r: int, context: Tokens, depth: int) -> dict[View, list[tuple[Tokens, Fraction]]]:
         key = r, context, depth
@@ -235,18 +247,20 @@ def output_law(
 
     def verified(
         r: int, row: tuple[Tokens, Tokens], depth: int, view: View, length: int, last: bool
-    ) -> list[tuple[int, tuple[Tokens, Tokens], Fraction]]:
+    ) -> list[tuple[tuple[int, Acceptance], tuple[Tokens, Tokens], Fraction]]:
         output, context = row
         key = r, row, depth, view, length, last
         if key not in law_cache:
-            law: dict[tuple[int, tuple[Tokens, Tokens]], Fraction] = defaultdict(Fraction)
+            law: dict[tuple[tuple[int, Acceptance], tuple[Tokens, Tokens]], Fraction] = defaultdict(Fraction)
             for drafts, mass in views(r, context, depth)[view]:
+                told = acceptances(requests[r], context, drafts[:length]) if acceptance else ()
                 for (accepted, tokens), p in verification(requests[r], context, drafts, length).items():
-                    after = (output + tokens)[:horizon], requests[r].target.context(context + tokens)
+                    verdict, after = (accepted, told), (output + tokens)[:horizon]
+                    state = requests[r].target.context(context + tokens)
                     if last:  # only what is emitted counts now
-                        accepted, after = 0, (after[0], after[1] if len(after[0]) < horizon else ())
-                    law[accepted, after] += mass * p
-            law_cache[key] = [(accepted, after, p) for (accepted, after), p in law.items() if p]
+                        verdict, state = (0, ()), state if len(after) < horizon else ()
+                    law[verdict, (after, state)] += mass * p
+            law_cache[key] = [(verdict, after, p) for (verdict, after), p in law.items() if p]
         return law_cache[key]
 
     start = tuple(((), ()) for _ in requests)
@@ -279,7 +293,8 @@ def output_law(
                 if last or all(len(output) == horizon for output, _ in after):
                     done[tuple(after)] += mass
                 else:
-                    state = policy.observe(planned, tuple(accepted for accepted, _, _ in outcomes))
+                    accepted, told = zip(*(verdict for verdict, _, _ in outcomes), strict=True)
+                    state = policy.observe(planned, accepted, told if acceptance else None)
                     states[state, tuple(after)] += mass
 
     law: dict[tuple[Tokens, ...], Fraction] = defaultdict(Fraction)

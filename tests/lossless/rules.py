@@ -24,5 +24,5 @@ class Rule:
     def plan(self, state: None, batch: tuple[int, ...], views: tuple[View, ...]) -> tuple[Lengths, None]:
         return self.lengths(views), None
 
-    def observe(self, state: None, accepted: Lengths) -> None:
+    def observe(self, state: None, accepted: Lengths, acceptance: object) -> None:
         return None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings
-from tests.lossless.exact import Lengths, View
+from av_triton.ops.accumulate import GATES, OFFSET
+from tests.lossless.exact import Acceptance, Lengths, View
 
 WIDTH = 18
 """Logits handed to the verifier are padded with -inf to this width, as those of a reduced draft vocabulary are."""
@@ -57,6 +58,7 @@ class History:
 
     memory: tuple[list[dict], list[torch.Tensor]]
     coefficients: tuple[float, ...] = ()
+    offsets: tuple[float, ...] = ()
     step: int = 0
     joined: frozenset[int] = frozenset()
     proposals: tuple[int, ...] = ()
@@ -85,6 +87,8 @@ class Shipped:
     budget: Budget = lambda history, scores: None
     replans: bool = False
     """Plan every step twice: a misuse, for the second plan takes this step's survivals for those of an earlier one."""
+    peeks: bool = False
+    """Learn before planning, a misuse: the last number of a view's row is taken for its draft's acceptance."""
     position_wise: bool = False
     """Score one draft position at a time, as a runtime with an autoregressive drafter does."""
     follow_depth: bool = False
@@ -114,6 +118,8 @@ class Shipped:
         if not self.histories:
             torch.set_num_threads(1)
             self.verifier = AdaptiveVerifier(6, self.depth, "cpu", cost=self.cost, settings=self.settings, max_rows=4)
+            if self.settings.offset_prior is not None:  # serve the offsets, whatever they gain
+                self.verifier.estimator.state.gates[OFFSET] = GATES[OFFSET]
             self._memory = Memory(self.verifier)
             history, rng = History(self._memory.take()), random.Random(self.seed)
             batch = tuple(range(self.requests))
@@ -140,10 +146,10 @@ class Shipped:
             self._planned[key] = lengths, len(self.histories) - 1
         return self._planned[key]
 
-    def observe(self, state: int, accepted: Lengths) -> int:
-        key = state, accepted if self.learns else None
+    def observe(self, state: int, accepted: Lengths, acceptance: tuple[Acceptance, ...] | None) -> int:
+        key = state, (accepted, acceptance) if self.learns else None
         if key not in self._observed:
-            self.histories.append(self._observe(self.histories[state], accepted))
+            self.histories.append(self._observe(self.histories[state], accepted, acceptance))
             self._observed[key] = len(self.histories) - 1
         return self._observed[key]
 
@@ -166,6 +172,9 @@ class Shipped:
         new = [r for r in batch if r not in history.joined]
         if new:
             verifier.reset(self._ids(new), torch.tensor([self.strata[r] for r in new], dtype=torch.int32))
+        if self.peeks:
+            seen = torch.tensor([[row[-1] for row in view] for view in views])
+            views = tuple(tuple(row[:-1] for row in view) for view in views)
         scored = [i for i, r in enumerate(batch) if self.scored(history.step, r)]
         rows = [self._logits(views[i]) for i in scored]
         slots, score_slots = list(self._ids(batch)), list(self._ids([batch[i] for i in scored]))
@@ -184,6 +193,10 @@ class Shipped:
                     verifier.score(logits[:, k].contiguous(), ids, position=k)
             else:
                 scores = verifier.score(logits, ids)
+                if self.peeks:
+                    everything = torch.full(ids.shape, self.depth, dtype=torch.int32)
+                    verifier.observe(ids, everything, everything, acceptance=seen)
+                    scores = verifier.score(logits, ids)
         ids = torch.stack(slots).int()
         plan = verifier.plan(
             ids,
@@ -210,7 +223,9 @@ class Shipped:
         )
         return tuple(admitted), after
 
-    def _observe(self, history: History, accepted: Lengths) -> History:
+    def _observe(
+        self, history: History, accepted: Lengths, acceptance: tuple[Acceptance, ...] | None = None
+    ) -> History:
         self._memory.put_back(history.memory)
         teach = None
         if not self.learns:
@@ -222,10 +237,20 @@ class Shipped:
             torch.tensor(accepted, dtype=torch.int32),
             admitted=torch.tensor(history.admitted, dtype=torch.int32),
             teach=teach,
+            acceptance=None if acceptance is None else self._told(acceptance),
         )
         fitted = self.verifier.coefficients()
         coefficients = (*map(float, fitted.slopes), *(float(b) for row in fitted.intercepts for b in row))
-        return replace(history, memory=self._memory.take(), coefficients=coefficients, step=history.step + 1)
+        offsets = tuple(self.verifier.estimator.state.offsets.tolist())
+        return replace(
+            history, memory=self._memory.take(), coefficients=coefficients, offsets=offsets, step=history.step + 1
+        )
+
+    def _told(self, acceptance: tuple[Acceptance, ...]) -> torch.Tensor:
+        told = torch.full((len(acceptance), self.depth), torch.nan)
+        for row, found in zip(told, acceptance, strict=True):
+            row[: len(found)] = torch.tensor(found)
+        return told
 
     def _ids(self, requests: Sequence[int]) -> torch.Tensor:
         return torch.tensor([self.slots[r] for r in requests], dtype=torch.int32)

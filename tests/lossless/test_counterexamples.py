@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings, acceptance_score, choose_budget, logit_max, survival
-from tests.lossless.exact import Lengths, Markov, Request, View, drawn_token, output_law
+from tests.lossless.exact import Distribution, Lengths, Markov, Request, View, drawn_token, honest, output_law
 from tests.lossless.grid import (
     DEEP,
     SMALL,
@@ -128,6 +128,21 @@ def test_scoring_the_drawn_token_deviates(budget):
     report(f"logit(q(drawn token)), budget {budget}", deviations)
     assert max(deviations) > Fraction(1, 100)
     assert all(output_law(pair, shipped, steps=1, horizon=2).deviation == 0 for pair in PAIRS[:10])
+
+
+def with_the_drawn_token(distribution: Distribution, drawn: int) -> tuple[float, ...]:
+    return (*honest(distribution, drawn), float(distribution[drawn]))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_an_offset_learned_from_the_drafts_of_the_same_step_deviates(budget):
+    options = settings("fixed", fixed_budget=budget, offset_prior=0.05, refit_interval=1000)
+    biased = Shipped(2, affine_cost(2, 2), options, peeks=True)
+    deviations = [output_law(p, biased, steps=1, horizon=2, show=with_the_drawn_token).deviation for p in PAIRS[:10]]
+    report(f"offset from q(drawn token) of the same step, budget {budget}", deviations)
+    assert max(deviations) > Fraction(1, 100)
+    shipped = Shipped(2, affine_cost(2, 2), options, learns=True)
+    assert all(output_law(p, shipped, steps=2, horizon=2, acceptance=True).deviation == 0 for p in PAIRS[:10])
 
 
 def footnote() -> Request:

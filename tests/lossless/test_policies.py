@@ -222,6 +222,21 @@ def test_refits_between_the_steps(size, policy):
     assert decoded.varied(1)
 
 
+@every_policy
+@pytest.mark.parametrize("acceptance", [True, False], ids=["exact labels", "verdicts"])
+@few_sizes
+def test_the_requests_offsets(size, acceptance, policy):
+    """After every step each request's offset moves, by its verdicts or by what its drawn tokens were accepted with."""
+    changes = {"offset_prior": 0.05, "damping": 1.0, "max_slope_step": 0.3}
+    variants = [
+        {"cost": cost, "settings": settings(policy, **changes, refit_interval=interval), "warm_up": 1, "learns": True}
+        for cost, interval in ((all_or_nothing_cost(size.depth, 2), 1), (affine_cost(size.depth, 2), 1000))
+    ]
+    decoded = decode(f"offsets, {policy}", size, variants, acceptance=acceptance)
+    assert max(len({h.offsets for h in p.histories}) for p in decoded.policies) > 5
+    assert decoded.varied(1)
+
+
 @three_steps
 def test_proposals_used_later(size):
     """A host that puts the last step's proposal in force, and the device's own lag of one and two steps."""
@@ -282,7 +297,8 @@ def test_block_verification(size, policy):
     ids=str,
 )
 def test_everything_at_once(size, policy):
-    """Exploration, bypass, captured sizes, refits, a joining request and a step without scores of one request."""
+    """Exploration, bypass, captured sizes, refits, offsets, a joining request, and a step without scores of one
+    request."""
     cost = CostTable(draft=[(1, 0.5)], verify=[(1, 4.0), (3, 4.4), (6, 7.3)], captured=[1, 3, 6])
     changes = {
         "exploration": 0.25,
@@ -291,6 +307,7 @@ def test_everything_at_once(size, policy):
         "damping": 1.0,
         "max_slope_step": 1.0,
         "autoregressive": True,
+        "offset_prior": 0.5,
     }
     variants = [
         {

@@ -32,23 +32,36 @@ def batch(generator, rows=150, positions=5, strata=2):
     }
 
 
-def brute(features, accepted, admitted, slope, intercepts, strata=None, teach=None):
+def brute(features, accepted, admitted, slope, intercepts, strata=None, teach=None, acceptance=None):
     """The six sums in float64, draft by draft."""
     rows, positions = features.shape
     sums = np.zeros((len(slope), 6, positions))
     for r in range(rows):
         if teach is not None and not teach[r]:
             continue
-        s = 0 if strata is None else int(strata[r])
-        for k in range(positions):
-            a = int(accepted[r])
-            if a < 0 or k > a or k >= int(admitted[r]) or float(features[r, k]) == -40.0:
-                continue
+        s, a, omega = 0 if strata is None else int(strata[r]), int(accepted[r]), 1.0
+        for k in range(min(positions, int(admitted[r])) if a >= 0 else 0):
             f, y = float(features[r, k]), float(k < a)
-            p = 1 / (1 + np.exp(-(float(slope[s]) * f + float(intercepts[s, k]))))
-            v = p * (1 - p)
-            sums[s, :, k] += [v * f * f, v * f, v, (y - p) * f, y - p, 1]
+            if acceptance is not None:
+                y = min(max(float(acceptance[r, k]), 0.0), 1.0) if acceptance[r, k] == acceptance[r, k] else np.nan
+            if np.isnan(y):
+                break
+            if f != -40.0:
+                p = 1 / (1 + np.exp(-(float(slope[s]) * f + float(intercepts[s, k]))))
+                v = p * (1 - p)
+                sums[s, :, k] += np.array([v * f * f, v * f, v, (y - p) * f, y - p, 1]) * omega
+            omega *= y
     return sums
+
+
+def acceptance_for(generator, rows, positions):
+    """Mostly within 0 to 1, some of it not, some of it not a number."""
+    alpha = torch.rand(rows, positions, generator=generator) * 1.5 - 0.1
+    odd = torch.rand(rows, positions, generator=generator)
+    alpha[odd < 0.06] = torch.inf
+    alpha[odd < 0.04] = -torch.inf
+    alpha[odd < 0.02] = torch.nan
+    return alpha
 
 
 def rows_of(data, index):
@@ -60,10 +73,61 @@ def test_sums_meet_float64(backend, rng):
     sums, wanted = accumulate(**data), brute(**data)
     assert sums.dtype == torch.int64
     assert sums.shape == (2, 6, 5)
-    assert np.array_equal(sums[:, 5].numpy(), wanted[:, 5])
+    assert np.array_equal(sums[:, 5].numpy(), wanted[:, 5] * Q30)
     assert np.abs(sums[:, :5].numpy() / Q30 - wanted[:, :5]).max() < 2e-4
     plain = {name: data[name] for name in ("features", "accepted", "admitted", "slope", "intercepts")}
     assert np.abs(accumulate(**plain)[:, :5].numpy() / Q30 - brute(**plain)[:, :5]).max() < 2e-4
+
+
+def test_sums_of_exact_labels_meet_float64(backend, rng):
+    data = batch(rng)
+    data["acceptance"] = acceptance_for(rng, 150, 5)
+    sums, wanted = accumulate(**data), brute(**data)
+    assert np.abs(sums.numpy() / Q30 - wanted).max() < 2e-4
+    verdicts = accumulate(**{**data, "acceptance": None})
+    assert (sums[:, 5, 1:] != verdicts[:, 5, 1:]).any()
+    wide = {**data, "acceptance": data["acceptance"].repeat_interleave(2, 1)[:, ::2]}
+    assert torch.equal(accumulate(**wide), sums)
+
+
+@properties
+@given(seed=st.integers(0, 10**6))
+def test_acceptance_of_0_and_1_gives_the_verdicts_labels_bit_for_bit(backend, seed):
+    generator = torch.Generator().manual_seed(seed)
+    data = batch(generator)
+    alpha = (torch.rand(150, 5, generator=generator) < 0.7).float()
+    hits = torch.minimum(alpha.cumprod(1).sum(1).int(), data["admitted"])
+    data["accepted"] = torch.where(data["accepted"] < 0, data["accepted"], hits)
+    assert torch.equal(accumulate(**data, acceptance=alpha), accumulate(**data))
+
+
+def test_exact_labels_are_the_mean_of_redrawn_verdicts(backend, rng):
+    data = batch(rng, rows=4)
+    data["admitted"][:], data["accepted"][:] = 5, 0
+    alpha = torch.rand(4, 5, generator=rng)
+    exact = accumulate(**data, acceptance=alpha).double()
+    draws = 2000
+    many = rows_of(data, torch.arange(4).repeat(draws))
+    many["accepted"] = (torch.rand(4 * draws, 5, generator=rng) < alpha.repeat(draws, 1)).int().cumprod(1).sum(1)
+    mean = accumulate(**many).double() / draws
+    # Five standard errors of an entry of at most 10: |f| <= 10 here.
+    assert (mean - exact).abs().max() / Q30 < 5 * 10 / draws**0.5
+    assert (mean - exact)[:, 4:].abs().max() / Q30 < 5 * 2 / draws**0.5
+
+
+def test_a_nan_ends_the_row_s_labels_and_an_invalid_feature_only_its_own(backend):
+    f = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, -40.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    alpha = torch.tensor([[0.5, 0.5, torch.nan, 0.5], [0.5, 0.5, 2.0, 0.5], [-1.0, 0.5, 0.5, 0.5]])
+    four = torch.full((3,), 4)
+    n = accumulate(f, four * 0, four, torch.tensor([0.5]), torch.zeros(1, 4), acceptance=alpha)[0, 5]
+    assert (n / Q30).tolist() == [3, 0.5, 0.25, 0.25]
+
+
+def test_what_lies_beyond_the_verified_drafts_is_not_looked_at(backend, rng):
+    data = batch(rng)
+    alpha = acceptance_for(rng, 150, 5)
+    beyond = torch.where(torch.arange(5) < data["admitted"][:, None], alpha, torch.nan)
+    assert torch.equal(accumulate(**data, acceptance=beyond), accumulate(**data, acceptance=alpha))
 
 
 @pytest.mark.parametrize("positions", [1, 3, 16])
@@ -71,14 +135,18 @@ def test_any_number_of_positions_and_strata(backend, rng, positions):
     data = batch(rng, rows=70, positions=max(positions, 2), strata=3)
     if positions == 1:
         data = {n: v[:, :1] if n in ("features", "intercepts") else v for n, v in data.items()}
-    assert np.abs(accumulate(**data)[:, :5].numpy() / Q30 - brute(**data)[:, :5]).max() < 2e-4
+    data["acceptance"] = acceptance_for(rng, 70, positions)
+    for labels in (data, {**data, "acceptance": None}):
+        assert np.abs(accumulate(**labels)[:, :5].numpy() / Q30 - brute(**labels)[:, :5]).max() < 2e-4
 
 
 @properties
-@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 150), max_size=5))
-def test_any_order_tiling_and_split_over_four_ranks_gives_equal_bits(backend, seed, cuts):
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(0, 150), max_size=5), exact=st.booleans())
+def test_any_order_tiling_and_split_over_four_ranks_gives_equal_bits(backend, seed, cuts, exact):
     generator = torch.Generator().manual_seed(seed)
     data = batch(generator)
+    if exact:
+        data["acceptance"] = acceptance_for(generator, 150, 5)
     whole = accumulate(**data)
     order = torch.randperm(150, generator=generator)
     assert torch.equal(accumulate(**rows_of(data, order)), whole)
@@ -115,13 +183,13 @@ def test_only_drafts_up_to_the_first_rejection_are_labelled(backend):
     f = torch.zeros(5, 4)
     accepted, admitted = torch.tensor([0, 2, 4, 3, 1]), torch.tensor([4, 4, 4, 3, 1])
     n = accumulate(f, accepted, admitted, torch.tensor([0.5]), torch.zeros(1, 4))[0, 5]
-    assert n.tolist() == [5, 3, 3, 1]
+    assert (n / Q30).tolist() == [5, 3, 3, 1]
 
 
 def test_a_nan_feature_teaches_nothing(backend):
     f = torch.tensor([[1.0, torch.nan], [1.0, 1.0]])
     sums = accumulate(f, torch.tensor([2, 2]), torch.tensor([2, 2]), torch.tensor([0.5]), torch.zeros(1, 2))
-    assert sums[0, 5].tolist() == [2, 1]
+    assert (sums[0, 5] / Q30).tolist() == [2, 1]
 
 
 def test_zero_rows(backend):
@@ -137,6 +205,12 @@ def test_no_entry_exceeds_the_bound_that_the_overflow_check_uses(backend):
             f, torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1]), torch.tensor([slope]), torch.tensor([[intercept]])
         )
         assert int(sums.abs().max()) <= 3 * LARGEST_ENTRY * Q30
+        alpha = torch.tensor([[torch.inf], [-torch.inf], [1.0]])
+        sums = accumulate(
+            *(f, torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1]), torch.tensor([slope]), torch.tensor([[intercept]])),
+            acceptance=alpha,
+        )
+        assert int(sums.abs().max()) <= 3 * LARGEST_ENTRY * Q30
 
 
 def test_strided_coefficients_and_features(backend, rng):
@@ -150,9 +224,7 @@ def test_strided_coefficients_and_features(backend, rng):
 
 
 def quantised(values):
-    values = np.asarray(values, np.float64)
-    values[..., :5, :] *= Q30
-    return torch.from_numpy(np.round(values).astype(np.int64))
+    return torch.from_numpy(np.round(np.asarray(values, np.float64) * Q30).astype(np.int64))
 
 
 def random_sums(generator, strata=2, positions=4, labels=4000):
@@ -202,17 +274,17 @@ def test_mlx_node_115_a_step_scales_with_n_over_n_plus_50(backend, n):
 
 @pytest.mark.parametrize("past, weighs", [(0, 50), (30, 80), (100, 150), (10**6, 200)])
 def test_later_refits_are_one_of_a_running_mean_over_four_cycles(backend, past, weighs):
-    before = torch.tensor([[past]])
+    before = torch.tensor([[past * Q30]])
     w, b = refit(one_position(50, a=1e9), torch.tensor([0.5]), torch.zeros(1, 1), 1e-9, before=before)
     assert b.item() == pytest.approx(50 / (weighs + 50), rel=1e-6)
     w, _ = refit(one_position(50, h=0.05, g=0.0), torch.tensor([0.5]), torch.zeros(1, 1), 1e-9, before=before)
     assert w.item() == pytest.approx(0.5 + 0.05 * 50 / (weighs + 50), rel=1e-6)
-    assert int(before) == past
+    assert int(before) == past * Q30
 
 
 @pytest.mark.parametrize("errors, weighs", [(2.9, 200), (3.1, 50)])
 def test_a_step_of_more_than_three_standard_errors_is_taken_whole(backend, errors, weighs):
-    before = torch.tensor([[10**6]])
+    before = torch.tensor([[10**6 * Q30]])
     _, b = refit(one_position(50, a=1e9, g=errors * 4, c=16.0), torch.tensor([0.5]), torch.zeros(1, 1), before=before)
     assert b.item() == pytest.approx(errors / 4 * 50 / (weighs + 50), rel=1e-3)
     w, _ = refit(one_position(50, a=1e4, g=0.0, h=errors * 100), torch.tensor([0.5]), torch.zeros(1, 1), before=before)

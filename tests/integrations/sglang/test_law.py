@@ -1,4 +1,5 @@
-"""Sampled output has the target's exact distribution, with half of the drafts trimmed; a biased score is caught."""
+"""Sampled output has the target's exact distribution, with half of the drafts trimmed by scores that each request's
+offset moves; a biased score is caught."""
 
 import itertools
 import math
@@ -73,6 +74,7 @@ def measured(server: ForkServer, models: Path, family: str, requests: int, job: 
         checkpoints.flattened(checkpoints.make(name, models, vocab=VOCAB), FLATTER) for name in ("target", drafter)
     )
     settings = {"policy": "fixed", "fixed_budget": ROWS * POSITIONS // 4, "exploration": 0.0, "refit_interval": 10**5}
+    settings["offset_prior"] = 1.0
     keywords = {
         "model_path": str(target),
         "speculative_algorithm": algorithm,

@@ -15,13 +15,13 @@ pytestmark = pytest.mark.sglang
 JOB = "tests.integrations.sglang.cpu_engine.ranks:generate_on_ranks"
 
 
-def workload(steps: int) -> dict[str, Any]:
+def workload(steps: int, temperature: float = 0) -> dict[str, Any]:
     """Requests of 8 to 60 tokens that join and leave a batch of four for about `steps` decode steps."""
     pick = random.Random(0)
     prompts, sampling = [], []
     for _ in range(steps // 4):
         prompts.append([pick.randrange(3, 512) for _ in range(pick.choice((2, 5, 20)))])
-        sampling.append({"temperature": 0, "max_new_tokens": pick.randrange(8, 60), "ignore_eos": True})
+        sampling.append({"temperature": temperature, "max_new_tokens": pick.randrange(8, 60), "ignore_eos": True})
     return {"prompts": prompts, "sampling": sampling}
 
 
@@ -58,3 +58,23 @@ def test_ranks_decide_alike(
     plain, _ = server.call(runs.GENERATE, engine=plain_engine(family, models) | {"tp_size": 2}, **job)
     for got, want in zip(result["tokens"][0], plain["tokens"][0], strict=True):
         assert got == want
+
+
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.full), 1e-3])
+@pytest.mark.parametrize("name", ["DSPARK", pytest.param("EAGLE", marks=pytest.mark.full)])
+def test_ranks_learn_alike_from_exact_labels(
+    server: ForkServer, models: Path, tmp_path: Path, name: str, noise: float
+) -> None:
+    """Sampled requests: every rank learns from rank 0's acceptance probabilities, and serves the same offsets."""
+    settings = {"refit_interval": 8, "offset_prior": 4.0}
+    keywords = engine(FAMILIES[name], models, adaptive=True, settings=settings) | {"tp_size": 2}
+    if name == "EAGLE":
+        keywords["speculative_use_rejection_sampling"] = True
+    job = workload(40, temperature=1.0)
+    result, _ = server.call(JOB, timeout=500, engine=keywords, folder=str(tmp_path), noise=noise, **job)
+    first, second = result["ranks"]
+    for step, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert one == other, step
+    labels = [n for each in first for n in each["sums"][0][5]]
+    assert any(n % (1 << 30) for n in labels)  # weights below 1: not those of verdicts
+    assert len({tuple(each["offsets"]) for each in first}) > 20

@@ -75,6 +75,7 @@ def _record(folder: Path) -> None:
                 "slopes": state.slopes.tolist(),
                 "intercepts": state.intercepts.tolist(),
                 "sums": state.sums.tolist(),
+                "offsets": state.offsets.tolist(),
             }
             with (folder / f"rank{_rank()}.jsonl").open("a") as file:
                 print(json.dumps(line), file=file)
