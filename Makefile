@@ -90,6 +90,7 @@ report-estimator: $(VENV)/.ready-bench
 # These rewrite their section of docs/results.md, and go on where a stopped run of the same sources was.
 report-score: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.score.report --publish $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.score.serve --publish
 
 report-online: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.online.report --publish $(ARGS)
