@@ -9,7 +9,7 @@ import torch
 from av_triton import GREEDY, SAMPLED, AcceptanceEstimator, Settings
 from benchmarks.peers.adaptive_rule import PeerEstimator, cancelled
 from benchmarks.score.streams import Batch
-from benchmarks.traces.quality import logits_for
+from benchmarks.traces.quality import drafts_for, logits_for
 
 
 class Arm(Protocol):
@@ -38,10 +38,14 @@ class Peer:
 
 
 class Estimator:
-    """`AcceptanceEstimator`, by its public interface. exact: it is taught acceptance probabilities."""
+    """`AcceptanceEstimator`, by its public interface. exact: it is taught acceptance probabilities. width: of the
+    hidden states that its head gets; 0: it has none."""
 
-    def __init__(self, slots: int, positions: int, settings: Settings | None = None, exact: bool = False) -> None:
-        self.inner, self.exact = AcceptanceEstimator(slots, positions, settings=settings), exact
+    def __init__(
+        self, slots: int, positions: int, settings: Settings | None = None, exact: bool = False, width: int = 0
+    ) -> None:
+        self.inner = AcceptanceEstimator(slots, positions, settings=settings, hidden_size=width or None)
+        self.exact = exact
 
     def score(self, batch: Batch) -> npt.NDArray[np.floating]:
         slots = torch.from_numpy(batch.slots)
@@ -49,8 +53,14 @@ class Estimator:
         if new.any():
             strata = torch.from_numpy(np.where(batch.rounds.greedy, GREEDY, SAMPLED).astype(np.int32))
             self.inner.reset(slots[new], strata[new])
-        scores: npt.NDArray[np.floating] = self.inner.score(logits_for(batch.rounds.features), slots).numpy().copy()
+        scores: npt.NDArray[np.floating] = self._score(batch, slots).numpy().copy()
         return scores
+
+    def _score(self, batch: Batch, slots: torch.Tensor) -> torch.Tensor:
+        if self.inner.hidden_size is None:
+            return self.inner.score(logits_for(batch.rounds.features), slots)
+        logits, tokens = drafts_for(batch.rounds.features, batch.rounds.log_q)
+        return self.inner.score(logits, slots, tokens=tokens, hidden=torch.from_numpy(batch.rounds.hidden))
 
     def observe(self, batch: Batch) -> None:
         admitted = torch.full((len(batch.slots),), batch.rounds.alpha.shape[1], dtype=torch.int32)

@@ -53,6 +53,7 @@ def restated(**additions: object) -> Make:
 
 
 ARTICLE, EXACT, VERDICTS, ALL, OPEN = "article", "exact labels", "all, from verdicts", "all", "all, no gates"
+LIBRARY = "the library, its defaults"  # head, with exact labels; no offset
 # The article's estimator first: differences are to it.
 ARMS: dict[str, Make] = {
     ARTICLE: lambda slots, positions, width, greedy: Estimator(slots, positions),
@@ -64,6 +65,7 @@ ARMS: dict[str, Make] = {
     VERDICTS: restated(offset=PRIOR, history=True, hidden=True),
     ALL: restated(exact=True, offset=PRIOR, history=True, hidden=True),
     OPEN: restated(exact=True, offset=PRIOR, history=True, hidden=True, gated=False),
+    LIBRARY: lambda slots, positions, width, greedy: Estimator(slots, positions, exact=True, width=width),
 }
 
 
@@ -73,9 +75,9 @@ def some(*names: str) -> dict[str, Make]:
 
 HELD_OUT = {name: make for name, make in ARMS.items() if name != "offset"}  # nothing is learned of the request either
 WITHOUT_HIDDEN = some("vLLM 0.33.0", EXACT, "offset", "history", ALL)
-HARM = some(EXACT, VERDICTS, ALL, OPEN)
+HARM = some(EXACT, VERDICTS, ALL, OPEN, LIBRARY)
 # Who is compared with whom: the same labels, with and without the additions.
-HARM_PAIRS = ((EXACT, ARTICLE), (VERDICTS, ARTICLE), (ALL, EXACT), (OPEN, EXACT))
+HARM_PAIRS = ((EXACT, ARTICLE), (VERDICTS, ARTICLE), (ALL, EXACT), (OPEN, EXACT), (LIBRARY, EXACT))
 
 
 def signed(gap: intervals.Interval) -> str:

@@ -54,12 +54,6 @@ class Rounds:
         return replace(self, hidden=hidden)
 
 
-def dequantised(file: Any, order: Integers) -> Floats:
-    """float32 [n, d]: `hid`, or `hid` * `hid_step` + `hid_mean` by coordinate where it is of integers."""
-    hidden = file["hid"][order].astype(np.float32)
-    return hidden * file["hid_step"] + file["hid_mean"] if "hid_step" in file.files else hidden
-
-
 def load(path: Path) -> Rounds:
     """A trace as `benchmarks/traces/README.md` has it, with `hid` [n, d] where the hidden states were recorded, and
     `round`, by whose restarts requests are told apart (without it: one request a row and prompt)."""
@@ -70,8 +64,8 @@ def load(path: Path) -> Rounds:
         raise ValueError(f"{path}: no column {', '.join(missing)}; record it, or leave the trace out")
     with np.load(path) as file:
         order = np.lexsort((file["pos"], file["row"], file["step"]))
-        hidden = dequantised(file, order) if "hid" in file.files else np.zeros((len(order), 0), np.float32)
         rounds = file["round"][order].astype(np.int64) if "round" in file.files else np.zeros(len(order), np.int64)
+    hidden = np.zeros((steps, rows, positions, 0), np.float32) if trace.hidden is None else trace.hidden
     prompt = trace.extra["prompt"][..., 0].astype(np.int64)
     number = rounds.reshape(steps, rows, positions)[..., 0]
     restarted = (prompt[1:] != prompt[:-1]) | (number[1:] < number[:-1])
@@ -81,7 +75,7 @@ def load(path: Path) -> Rounds:
         features=trace.features.transpose(by_row).reshape(-1, positions),
         alpha=trace.alpha.transpose(by_row).reshape(-1, positions),
         log_q=trace.extra["log_q_sampled"].astype(np.float32).transpose(by_row).reshape(-1, positions),
-        hidden=hidden.reshape(steps, rows, positions, -1).transpose(1, 0, 2, 3).reshape(steps * rows, positions, -1),
+        hidden=hidden.transpose(1, 0, 2, 3).reshape(steps * rows, positions, -1),
         request=request.T.ravel(),
         prompt=prompt.T.ravel(),
         workload=trace.workload.T.ravel(),

@@ -28,6 +28,7 @@ COLUMNS = ("workload", "row", "step", "pos", "f", "alpha", "accept")
 WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna", "summaries")
 EXTRA = ("prompt", "is_top1", "log_q_sampled", "entropy", "gap")
 BINS = 15
+NEARLY = 2e-3  # this close to the most likely token, a draft is it: traces may have half precision
 SMALLEST = 1e-7  # probabilities are kept this far from 0 and 1 in a log-loss
 
 
@@ -159,7 +160,8 @@ def drafts_for(features: npt.NDArray[np.float32], log_q: npt.NDArray[np.float32]
     """As `logits_for`, with one token more, and the drawn tokens, int64 [...], whose log-probability is log_q."""
     f, q = features.astype(np.float64), log_q.astype(np.float64)
     complement, drawn = np.exp(-f), np.exp(q + np.logaddexp(0.0, -f))  # over the maximum's
-    top = drawn >= 1.0
+    top = drawn >= 1 - NEARLY
+    drawn = np.minimum(drawn, complement)
     rest = np.maximum(complement - np.where(top, 0.0, drawn), 0.0)
     others = max(1, int(np.ceil(rest.max(initial=0.0))))
     logits = torch.full((*features.shape, others + 2), -torch.inf)

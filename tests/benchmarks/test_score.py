@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
+from av_triton import Settings
 from benchmarks.score import compare, scenarios
 from benchmarks.score.additions import CLIP, HEAD_BOUND, OFFSET_BOUND, Additions, Gate, Restated, labels
 from benchmarks.score.arms import Estimator, Peer
@@ -273,3 +274,22 @@ def test_scenarios_that_the_issue_names_are_there(rounds):
 
 def test_the_repositorys_arms_start_with_the_article():
     assert next(iter(ARMS)) == ARTICLE
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_library_learns_what_is_restated(exact):
+    """Offset, history, head and gates of `AcceptanceEstimator`, on its torch backend, against the formulas in numpy."""
+    rounds = synthetic(strength=1.5)
+    rounds = replace(rounds, log_q=-np.logaddexp(0.0, -rounds.features).astype(np.float32))  # the most likely tokens
+    restatement = Restated(8, 3, 8, replace(EVERYTHING, exact=exact))
+    library = Estimator(8, 3, Settings(offset_prior=16.0), exact=exact, width=8)
+    gaps = []
+    for batch in batches(rounds, 8, shuffled(rounds), seed=2):
+        p, q = restatement.score(batch), library.score(batch)
+        gaps.append(np.abs(p - q).mean())
+        restatement.observe(batch)
+        library.observe(batch)
+    state = library.inner.state
+    assert state.gates[1, 0] > 0
+    assert np.quantile(gaps, 0.95) < 1e-3  # a gate may open a step sooner
+    assert np.allclose(state.head.weights[0, :-1], restatement.head.v[1:], atol=2e-3)
