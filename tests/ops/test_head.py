@@ -195,7 +195,7 @@ def learned(head, drafts, s):
             behind = min(behind + with_hidden, 4096)
             m, q, r = first / with_hidden, second / with_hidden, with_hidden / behind
             now["mean"][:d] += r * m * np.sqrt(now["variance"][:d])
-            now["variance"][:d] *= 1 + r * (q - 1 - r * m * m)
+            now["variance"][:d] *= 1 + r * (q - 1)
         gradient, first, second, pending, with_hidden = 0 * gradient, 0 * first, 0 * second, 0.0, 0.0
     pad = np.zeros(1)
     now["sums"] = np.stack([gradient, np.concatenate([first, pad]), np.concatenate([second, pad])])
