@@ -29,6 +29,7 @@ import triton.language as tl
 
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops.logit_max import INVALID, sigmoid_score
+from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.select import Q30, gather_slots
 
 MAX_HIDDEN = 8192
@@ -321,10 +322,9 @@ def _correct_torch(
     c = (dot * norm + history * state.weights[s, None, -1]).clamp(-LARGEST_CORRECTION, LARGEST_CORRECTION)
     state.norms[at, at_positions], state.histories[at, at_positions] = norm, history
     state.corrections[at, at_positions] = c
-    f = features[at, at_positions]
-    z = slopes[s][:, None] * f + intercepts[s, at_positions]
-    z += torch.where(gates[0, s] > 0, offsets[at], 0.0)[:, None] + torch.where((gates[1, s] > 0)[:, None], c, 0.0)
-    p = torch.where(f > INVALID, 1.0 / (1.0 + torch.exp(-z)), 0.0)
+    intercept = intercepts[s, at_positions] + torch.where(gates[0, s] > 0, offsets[at], 0.0)[:, None]
+    intercept = intercept + torch.where((gates[1, s] > 0)[:, None], c, 0.0)
+    p = acceptance_score_reference(features[at, at_positions], slopes[s][:, None], intercept)
     scores[at, at_positions] = p
     row_scores[: len(slots), at_positions][real] = p
 
