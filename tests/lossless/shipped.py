@@ -148,7 +148,9 @@ class Shipped:
             for _ in range(self.warm_up):
                 lengths, history = self._plan(history, batch, tuple(self._random_view(rng) for _ in batch))
                 history = self._observe(history, tuple(rng.randint(0, n) for n in lengths))
-            self.histories.append(replace(history, step=0))
+            self._memory.put_back(history.memory)
+            self._serve_additions()
+            self.histories.append(replace(history, memory=self._memory.take(), step=0))
             self.budgets.clear()
             self.statuses.clear()
             self.plans = 0
