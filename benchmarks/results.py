@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/results.md"
-SECTIONS = ("estimator", "score", "online", "simulation", "serving")
+SECTIONS = ("estimator", "score", "score_serving", "online", "simulation", "serving")
 PACKAGES = ("torch", "triton", "numpy", "sglang")
 HEAD = """# Results
 

@@ -98,7 +98,7 @@ def main(
             "acceptance probabilities (a bound, not lossless)."
         )
         parts = [text, results.table(COLUMNS, rows), "![Throughput with the head](results-score-serving.png)"]
-        results.publish("score-serving", "The head in serving, simulated", "make report-score", "\n\n".join(parts))
+        results.publish("score_serving", "The head in serving, simulated", "make report-score", "\n\n".join(parts))
         picture(results.PAGE.parent / "results-score-serving.png", heights)
 
 
