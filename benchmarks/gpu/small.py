@@ -9,7 +9,7 @@ def main(device: str) -> None:
     rows, positions = 9, 5
     for autoregressive in (False, True):
         cost = av.CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (64, 9.0)])
-        settings = av.Settings(refit_interval=2, autoregressive=autoregressive)
+        settings = av.Settings(refit_interval=2, autoregressive=autoregressive, offset_prior=4.0)
         verifier = av.AdaptiveVerifier(rows, positions, device, cost=cost, settings=settings)
         slots = torch.arange(rows, dtype=torch.int32, device=device)
         slots[4] = -1
@@ -20,7 +20,8 @@ def main(device: str) -> None:
             # 40,000 logits are several programs a row, with a partial block at the end.
             verifier.score(torch.randn(rows, positions, 40_001, device=device).bfloat16(), slots)
             verifier.plan(slots, segments=segments if step % 2 else None)
-            verifier.observe(slots, accepted)
+            acceptance = torch.rand(rows, positions, device=device) if step % 2 else None
+            verifier.observe(slots, accepted, acceptance=acceptance)
     print("done", verifier.coefficients().refits, "refits")
 
 

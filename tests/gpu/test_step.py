@@ -9,11 +9,13 @@ pytestmark = pytest.mark.gpu
 
 
 class Step:
-    """One decode step on inputs that stay at their addresses."""
+    """One decode step on inputs that stay at their addresses. additions: exact labels and the requests' offsets."""
 
-    def __init__(self, device, rows=64, positions=7, vocab=32_000, lag=2):
+    def __init__(self, device, rows=64, positions=7, vocab=32_000, lag=2, additions=False):
         cost = av.CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (8 * rows, 30.0)])
-        self.verifier = av.AdaptiveVerifier(rows, positions, device, cost=cost, settings=av.Settings(lag=lag))
+        settings = av.Settings(lag=lag, offset_prior=4.0 if additions else None)
+        self.verifier = av.AdaptiveVerifier(rows, positions, device, cost=cost, settings=settings)
+        self.acceptance = torch.zeros(rows, positions, device=device) if additions else None
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, positions, vocab, dtype=torch.bfloat16, device=device)
         self.accepted = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -25,30 +27,40 @@ class Step:
         self.logits.copy_(3 * torch.randn(self.logits.shape, generator=g, device=self.logits.device))
         high = self.logits.shape[1] + 1
         self.accepted.copy_(torch.randint(0, high, self.accepted.shape, generator=g, device=self.logits.device))
+        if self.acceptance is not None:
+            self.acceptance.copy_(torch.rand(self.acceptance.shape, generator=g, device=self.logits.device))
 
     def __call__(self):
         self.scores = self.verifier.score(self.logits, self.slots, temperature=self.temperature)
         self.plan = self.verifier.plan(self.slots)
-        self.verifier.observe(self.slots, self.accepted)
+        self.verifier.observe(self.slots, self.accepted, acceptance=self.acceptance)
 
     def outputs(self):
         state = self.verifier.estimator.state
-        return [t.clone() for t in (self.scores, *self.plan[:3], state.slopes, state.intercepts, state.sums)]
+        learned = state.slopes, state.intercepts, state.sums, state.offsets, state.residuals
+        return [t.clone() for t in (self.scores, *self.plan[:3], *learned)]
 
 
-def test_a_step_runs_and_learns(device, full):
-    step = Step(device) if full else Step(device, rows=4, positions=3, vocab=100)
+additions = pytest.mark.parametrize("additions", [False, True], ids=["article", "additions"])
+
+
+@additions
+def test_a_step_runs_and_learns(device, full, additions):
+    size = {} if full else {"rows": 4, "positions": 3, "vocab": 100}
+    step = Step(device, **size, additions=additions)
     for seed in range(40 if full else 3):
         step.feed(seed)
         step()
     assert step.verifier.coefficients().refits == (1 if full else 0)
     assert all(bool(t.isfinite().all()) for t in step.outputs())
+    assert bool((step.verifier.estimator.state.offsets != 0).all()) == additions
 
 
-def test_replayed_from_one_graph_over_300_steps(cuda):
-    eager, captured = Step(cuda, lag=0), Step(cuda, lag=0)
+@additions
+def test_replayed_from_one_graph_over_300_steps(cuda, additions):
+    eager, captured = (Step(cuda, lag=0, additions=additions) for _ in range(2))
     captured()  # compiles
-    captured = Step(cuda, lag=0)
+    captured = Step(cuda, lag=0, additions=additions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured()
@@ -61,8 +73,9 @@ def test_replayed_from_one_graph_over_300_steps(cuda):
     assert captured.verifier.coefficients().refits == 300 // 32
 
 
-def test_the_steady_state_does_not_wait_or_allocate(cuda):
-    step = Step(cuda)
+@additions
+def test_the_steady_state_does_not_wait_or_allocate(cuda, additions):
+    step = Step(cuda, additions=additions)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
