@@ -15,11 +15,11 @@ NONE_OK := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving traces report-estimator report-online simulate lint clean
+.PHONY: help demo test test-full test-gpu test-sglang bench bench-serving traces report-estimator report-score report-online simulate lint clean
 
 help:
 	@echo "make demo | test | test-full | test-gpu | test-sglang | lint | clean"
-	@echo "make bench | bench-serving | traces | report-estimator | report-online | simulate"
+	@echo "make bench | bench-serving | traces | report-estimator | report-score | report-online | simulate"
 	@echo "options: ARGS=... PYTHON=... VENV=... JOBS=..."
 
 $(BIN)/python:
@@ -87,7 +87,11 @@ traces: $(VENV)/.ready-demo
 report-estimator: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.traces.report $(ARGS)
 
-# Both rewrite their section of docs/results.md, and go on where a stopped run of the same sources was.
+# These rewrite their section of docs/results.md, and go on where a stopped run of the same sources was.
+report-score: $(VENV)/.ready-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.score.report --publish $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.score.serve --publish
+
 report-online: $(VENV)/.ready-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.online.report --publish $(ARGS)
 

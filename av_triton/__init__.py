@@ -4,6 +4,7 @@ from av_triton.cost import CostTable
 from av_triton.estimator import AcceptanceEstimator, Coefficients, Drafts
 from av_triton.ops.accumulate import accumulate
 from av_triton.ops.budget import choose_budget
+from av_triton.ops.entropy import entropy_from_partial, entropy_partial, logit_max_and_entropy, merge_entropy
 from av_triton.ops.logit_max import logit_from_partial, logit_max, logit_max_partial, merge_logit_max
 from av_triton.ops.refit import refit
 from av_triton.ops.sample import sample_and_score
@@ -32,9 +33,13 @@ __all__ = [
     "acceptance_score",
     "accumulate",
     "choose_budget",
+    "entropy_from_partial",
+    "entropy_partial",
     "logit_from_partial",
     "logit_max",
+    "logit_max_and_entropy",
     "logit_max_partial",
+    "merge_entropy",
     "merge_logit_max",
     "refit",
     "sample_and_score",

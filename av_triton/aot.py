@@ -71,6 +71,8 @@ LIMITS = {
     "accumulate_kernel": Limits(registers=128, atomics_64=6),
     "observe_kernel": Limits(registers=128, atomics_64=12),
     "refit_kernel": Limits(registers=128),
+    "correct_kernel": Limits(registers=64, wide_loads=3),
+    "learn_kernel": Limits(registers=128, wide_loads=1, atomics_64=6),
     "reset_kernel": Limits(registers=64),
 }
 
@@ -93,16 +95,30 @@ class KernelCase(msgspec.Struct, frozen=True):
     def limits(self) -> Limits:
         """The limits in force; rows that start at any address cannot be read 16 bytes at a time."""
         limits = LIMITS[self.name]
-        if self.signature.get("tokens", "constexpr") != "constexpr" and self.name == "logit_max_kernel":
-            # The argmax takes one more, and registers: it notes the block in which a lane's maximum was met.
-            limits = msgspec.structs.replace(limits, registers=128, per_logit=limits.per_logit + 1)
+
+        def given(pointer: str) -> bool:
+            return bool(self.signature.get(pointer, "constexpr") != "constexpr")
+
+        unaligned = "row_stride" in self.signature and ["tt.divisibility", 16] not in self.attributes.get(
+            (self.kernel.arg_names.index("row_stride"),), []
+        )
+        if self.name == "logit_max_kernel":
+            # The argmax takes one more, for the block in which a lane's maximum was met; the entropy, another running
+            # sum, four, on sm_120 five; a token drawn before one load a row. They, and rows that start at any address,
+            # take registers.
+            argmax, entropy, drawn = given("tokens"), given("part_t"), given("drawn")
+            registers = 128 if argmax or entropy or drawn or unaligned else limits.registers
+            per_logit = limits.per_logit + argmax + 5 * entropy + 0.5 * drawn
+            limits = msgspec.structs.replace(limits, registers=registers, per_logit=per_logit)
         if self.name == "sample_kernel" and TARGETS[self.target].backend == "hip":
             # Loads of 8 bytes: with twice as many logits a thread AMD's compiler spills scalar registers.
             return msgspec.structs.replace(limits, wide_loads=0)
-        if "row_stride" in self.signature:
-            kinds = self.attributes.get((self.kernel.arg_names.index("row_stride"),), [])
-            if ["tt.divisibility", 16] not in kinds:
-                return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
+        if self.name == "correct_kernel":
+            block = self.constants[(self.kernel.arg_names.index("BLOCK"),)]
+            if self.signature["hidden"] == "constexpr" or block < 256:  # none to read, or less than 16 bytes a thread
+                return msgspec.structs.replace(limits, wide_loads=0)
+        if unaligned:
+            return msgspec.structs.replace(limits, wide_loads=0, per_logit=float("inf"))
         return limits
 
 
@@ -425,6 +441,9 @@ def _op_workloads() -> Iterator[Workload]:
         yield Workload(f"logit_max {name}", partial(av.logit_max, logits))
         yield Workload(f"logit_max {name}, odd vocabulary", partial(av.logit_max, odd))
         yield Workload(f"logit_max_partial {name}, a quarter", partial(av.logit_max_partial, logits[..., :32_320]))
+        yield Workload(f"logit_max_and_entropy {name}", partial(av.logit_max_and_entropy, logits))
+        yield Workload(f"logit_max_and_entropy {name}, odd vocabulary", partial(av.logit_max_and_entropy, odd))
+        yield Workload(f"entropy_partial {name}, a quarter", partial(av.entropy_partial, logits[..., :32_320]))
         yield Workload(f"score_logits {name}", partial(av.score_logits, logits, f32(1), f32(7), f32(8)))
         quick = dtype is torch.bfloat16
         yield Workload(
@@ -456,12 +475,35 @@ def _verifier_workloads() -> Iterator[Workload]:
         "fixed": {"policy": "fixed", "fixed_budget": 8},
         "lookahead": {"policy": "lookahead", "offset_prior": 4.0},
         "autoregressive": {"autoregressive": True},
+        "entropy and history": {"entropy": True, "history": True},
     }
     for rows, positions in ((8, 3), (64, 7), (256, 7), (1024, 7), (1024, 16)):
         for name, settings in variants.items():
             run = partial(_steps, rows, positions, av.Settings(**settings))
-            quick = (rows, name) in ((256, "earlier"), (64, "lookahead"))
+            quick = (rows, name) in ((256, "earlier"), (64, "lookahead"), (256, "entropy and history"))
             yield Workload(f"verifier {name} {rows} x {positions}", run, quick=quick)
+    for rows, positions, d in ((1024, 7, 64), (256, 7, 576), (64, 16, 4096), (8, 3, 8192)):
+        for prior in (None, 4.0):
+            run = partial(_head_steps, rows, positions, d, av.Settings(offset_prior=prior))
+            label = f"verifier head of {d}{', offsets' if prior else ''} {rows} x {positions}"
+            yield Workload(label, run, quick=rows == 256 and prior is not None)
+
+
+def _head_steps(rows: int, positions: int, d: int, settings: av.Settings) -> None:
+    """Steps of a verifier with a head: a hidden state for each position, one for all, one position, none."""
+    cost = av.CostTable(draft=[(1, 1.0), (rows, 2.0)], verify=[(1, 1.0), (16 * rows, 9.0)])
+    verifier = av.AdaptiveVerifier(rows, positions, cost=cost, settings=settings, max_rows=rows, hidden_size=d)
+    slots, length = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    logits = torch.empty(rows, positions, 32_000, dtype=torch.bfloat16)
+    tokens = torch.zeros(rows, positions, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        hidden = torch.empty(rows, positions, d, dtype=dtype)
+        verifier.score(logits, slots, tokens=tokens, hidden=hidden)
+        verifier.score(logits, slots, tokens=tokens, hidden=hidden[:, 0].contiguous())
+        verifier.sample(logits[:, 0].contiguous(), slots, position=0, hidden=hidden[:, 0].contiguous())
+    verifier.score(logits, slots)
+    verifier.observe(slots, length, length)
+    verifier.observe(slots, length, length, acceptance=torch.ones(rows, positions))
 
 
 def _steps(rows: int, positions: int, settings: av.Settings) -> None:
@@ -481,6 +523,8 @@ def _steps(rows: int, positions: int, settings: av.Settings) -> None:
         verifier.sample(logits[:, 0].contiguous(), slots, position=0)
     else:
         verifier.score(logits, slots, temperature=temperature)
+        if settings.history:
+            verifier.score(logits, slots, temperature=temperature, tokens=seeds)
         verifier.sample(logits, slots, seeds, temperature=temperature)
         verifier.sample(logits, slots)
     verifier.plan(slots)

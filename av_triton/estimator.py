@@ -11,22 +11,27 @@ import triton
 
 from av_triton.backend import use_triton
 from av_triton.ops import accumulate as _accumulate
+from av_triton.ops import head as _head
 from av_triton.ops import sample as _sample
 from av_triton.ops._checks import (
+    FLOATS,
     INTEGERS,
     check_acceptance,
     check_logits,
+    check_per_draft,
     check_seeds,
     check_vector,
     temperature_argument,
 )
+from av_triton.ops.entropy import entropy_reference, gap_reference
+from av_triton.ops.head import MAX_HIDDEN
 from av_triton.ops.logit_max import INVALID, MAX_SPLITS, MAX_VOCAB, logit_max_reference
 from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, PlanState
 from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
-from av_triton.snapshot import Snapshot, SnapshotError
+from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 
 MAX_SLOTS = 1 << 20
 CACHED_LOGITS = 1 << 18  # float32: 1 MiB
@@ -95,6 +100,8 @@ class AcceptanceEstimator:
         device: where the logits live.
         settings: see `Settings`.
         max_rows: largest batch; default min(max_slots, 1024).
+        hidden_size: width of the drafter's last hidden state, where the runtime gives it to `score` or `sample`; None:
+            no head. State: 2 bytes per slot, position (K rounded up to a power of two) and entry.
 
     Raises ValueError for sizes out of bounds, and where refit_interval * max_rows * replicas could overflow the
     fixed-point sums.
@@ -108,6 +115,7 @@ class AcceptanceEstimator:
         *,
         settings: Settings | None = None,
         max_rows: int | None = None,
+        hidden_size: int | None = None,
     ) -> None:
         self.settings = settings or Settings()
         self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
@@ -121,7 +129,14 @@ class AcceptanceEstimator:
                 f"{self.settings.replicas} = {labels} can overflow the fixed-point sums: keep it below "
                 f"{(1 << 63) // (_accumulate.LARGEST_ENTRY * Q30)}"
             )
+        if hidden_size is not None and not (isinstance(hidden_size, int) and 1 <= hidden_size <= MAX_HIDDEN):
+            raise ValueError(
+                f"hidden_size = {hidden_size!r}: give the width of the drafter's hidden state, 1 to {MAX_HIDDEN}, or "
+                "None"
+            )
+        self.hidden_size = hidden_size if self.settings.head else None
         P, S = triton.next_power_of_2(num_draft_positions), len(self.settings.strata)
+        history = self.settings.history or self.hidden_size is not None
         with self.device:
             self.state = _accumulate.EstimatorState(
                 features=torch.full((max_slots, P), INVALID),
@@ -129,17 +144,22 @@ class AcceptanceEstimator:
                 strata=torch.zeros(max_slots, dtype=torch.int32),
                 offsets=torch.zeros(max_slots),
                 residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
+                gates=-torch.tensor(_accumulate.GATES)[:, None].repeat(1, S),
+                gains=torch.zeros(2, S, dtype=torch.int64),
                 slopes=torch.tensor(self.settings.initial_slopes, dtype=torch.float32),
                 intercepts=torch.full((S, P), self.settings.initial_intercept, dtype=torch.float32),
                 sums=torch.zeros(S, SUMS, P, dtype=torch.int64),
                 labels=torch.zeros(S, P, dtype=torch.int64),
                 counters=torch.zeros(6, P, dtype=torch.int64),
                 clock=torch.zeros(4, dtype=torch.int64),
+                entropies=torch.zeros(max_slots, P) if self.settings.entropy else None,
+                gaps=torch.full((max_slots, P), torch.nan) if history else None,
+                head=None if self.hidden_size is None else _head.new_state(S, max_slots, P, self.hidden_size),
             )
             self._row_scores = torch.zeros(self.max_rows, P)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
             # For the largest vocabulary: a captured graph keeps the address.
-            self._partials = torch.empty(3, MAX_SPLITS * self.max_rows * P)
+            self._partials = torch.empty(4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P)
             self._partial_tokens = torch.empty(MAX_SPLITS * self.max_rows * P, dtype=torch.int32)
             self._row_tokens = torch.zeros(self.max_rows, P, dtype=torch.int64)
             self._row_normalisers = torch.zeros(self.max_rows, P)
@@ -173,6 +193,8 @@ class AcceptanceEstimator:
         slots: torch.Tensor,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        tokens: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Acceptance probability of every draft, from the logits that it was drawn from.
 
@@ -181,17 +203,28 @@ class AcceptanceEstimator:
                 bfloat16 or float16, vocabulary contiguous.
             slots: int32 or int64 [B].
             temperature: the *drafter's* temperature: None (1), a number, or float32 [B]; 0 (argmax drafts) counts as 1.
+            tokens: int64 [B, k] or [B], columns of `logits`: what was drawn from them; None where nothing was yet. Used
+                with a head or `Settings.history`: how likely the draft at k - 1 was tells of the one at k. No score
+                depends on its own draft.
+            hidden: the drafter's last hidden states, from which the logits came, float32, bfloat16 or float16, vectors
+                contiguous: [B, k, d], or [B, d] at one position or for all; d as `hidden_size`. None: unknown, then the
+                head goes by the history alone. Ignored where there is no head. An entry that is NaN counts as average.
 
         Returns:
             float32 [B, k] or [B], a view of a buffer that the next call overwrites. NaN or all -inf rows get 0.
         """
         rows, first, count = self._check_drafts(logits, slots, position)
+        check_per_draft("tokens", tokens, "drafts that are not drawn yet", logits.shape[:-1], self.device)
+        hidden = self._check_hidden(hidden, rows, count)
         pointer, value = temperature_argument(temperature, (rows,), self.device)
         if not use_triton(self.device):
             parts = [logit_max_reference(x, t) for x, t, _ in self._in_cache(logits, count, pointer, value or None)]
             self._store(torch.cat(parts).float(), slots, first)
+            self._store_law(logits, slots, first, count, pointer, value, tokens)
         elif rows:
-            self._launch(logits, slots, None, count, first, pointer, value, (None, None))
+            drawn = None if self.state.gaps is None else tokens
+            self._launch(logits, slots, None, count, first, pointer, value, (None, None), drawn)
+        self._correct(hidden, slots, first, count)
         return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
 
     def sample(
@@ -201,6 +234,7 @@ class AcceptanceEstimator:
         seeds: torch.Tensor | None = None,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> Drafts:
         """Draw the drafts and score them, in one read of the logits; arguments as `score`, and
 
@@ -210,6 +244,7 @@ class AcceptanceEstimator:
         """
         rows, first, count = self._check_drafts(logits, slots, position)
         check_seeds(seeds, logits.shape[:-1], self.device)
+        hidden = self._check_hidden(hidden, rows, count)
         pointer, number = temperature_argument(temperature, (rows,), self.device)
         value = 1.0 if temperature is None else number
         outputs = self._row_tokens, self._row_scores, self._row_normalisers
@@ -218,6 +253,7 @@ class AcceptanceEstimator:
         elif rows:
             drawn = self._row_tokens, self._row_normalisers
             self._launch(logits, slots, seeds, count, first, pointer, value, drawn)
+        self._correct(hidden, slots, first, count)
         at = slice(first, first + count) if position is None else position
         return Drafts(*(each[:rows, at] for each in outputs))
 
@@ -238,6 +274,32 @@ class AcceptanceEstimator:
             raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
         return (rows, 0, logits.shape[1]) if position is None else (rows, position, 1)
 
+    def _check_hidden(self, hidden: torch.Tensor | None, rows: int, count: int) -> torch.Tensor | None:
+        """[rows, count, d]; None where there is no head."""
+        if hidden is None or self.hidden_size is None:
+            return None
+        d = self.hidden_size
+        if not isinstance(hidden, torch.Tensor) or hidden.dtype not in FLOATS or hidden.device != self.device:
+            what = f"{hidden.dtype} on {hidden.device}" if isinstance(hidden, torch.Tensor) else repr(hidden)
+            raise ValueError(f"hidden is {what}: give float32, bfloat16 or float16 on {self.device}, or None")
+        if tuple(hidden.shape) not in ((rows, d), (rows, count, d)):
+            raise ValueError(
+                f"hidden has shape {tuple(hidden.shape)}: give [{rows}, {d}] or [{rows}, {count}, {d}], for {rows} "
+                f"slots and hidden_size = {d}"
+            )
+        if d > 1 and hidden.stride(-1) != 1:
+            raise ValueError(f"hidden has stride {hidden.stride(-1)} in its last dimension: give contiguous vectors")
+        return hidden[:, None].expand(-1, count, -1) if hidden.dim() == 2 else hidden
+
+    def _correct(self, hidden: torch.Tensor | None, slots: torch.Tensor, first: int, count: int) -> None:
+        s = self.state
+        if s.head is None or s.gaps is None:
+            return
+        _head.correct(
+            s.head, hidden, slots, self.max_slots, first, count, (s.features, s.scores, self._row_scores, s.gaps),
+            (s.strata, s.slopes, s.intercepts, s.offsets, s.gates),
+        )  # fmt: skip
+
     def _launch(
         self,
         logits: torch.Tensor,
@@ -247,7 +309,8 @@ class AcceptanceEstimator:
         first: int,
         temperature: torch.Tensor | None,
         value: float,
-        drawn: tuple[torch.Tensor | None, torch.Tensor | None],
+        outputs: tuple[torch.Tensor | None, torch.Tensor | None],
+        drawn: torch.Tensor | None = None,
     ) -> None:
         s = self.state
         _sample.launch(
@@ -255,9 +318,9 @@ class AcceptanceEstimator:
             self._partials, self._partial_tokens, self._tickets,
             (
                 s.features, s.scores, self._row_scores, slots, self.max_slots, s.strata, s.slopes, s.intercepts,
-                s.offsets, *drawn,
+                s.offsets, s.gates, *outputs, s.entropies, s.gaps,
             ),
-            s.features.shape[1],
+            s.features.shape[1], drawn,
         )  # fmt: skip
 
     def _in_cache(
@@ -292,6 +355,7 @@ class AcceptanceEstimator:
         self._row_tokens[: len(slots), columns] = tokens.masked_fill(nobody, 0)
         self._row_normalisers[: len(slots), columns] = normalisers.float().masked_fill(nobody, -torch.inf)
         self._store(f.float(), slots, first)
+        self._store_law(logits, slots, first, count, temperature, value, tokens)
 
     def _store(self, f: torch.Tensor, slots: torch.Tensor, first: int) -> None:
         """Features float32 [B, k] of the positions from `first` on, and their scores."""
@@ -299,11 +363,36 @@ class AcceptanceEstimator:
         real = (slots >= 0) & (slots < self.max_slots)
         at = slots[real].long()
         stratum = s.strata[at].long()
-        intercepts = s.intercepts[stratum, columns] + s.offsets[at, None]
+        offsets = torch.where(s.gates[_accumulate.OFFSET, stratum] > 0, s.offsets[at], 0.0)
+        intercepts = s.intercepts[stratum, columns] + offsets[:, None]
         p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], intercepts)
         self._row_scores[:rows, columns] = 0.0
         self._row_scores[:rows, columns][real] = p
         s.features[at, columns], s.scores[at, columns] = f[real], p
+
+    def _store_law(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        first: int,
+        count: int,
+        temperature: torch.Tensor | None,
+        value: float,
+        tokens: torch.Tensor | None,
+    ) -> None:
+        """Entropies and gaps, where they are kept."""
+        s, columns = self.state, slice(first, first + count)
+        real = (slots >= 0) & (slots < self.max_slots)
+        at = slots[real].long()
+        if s.entropies is not None:
+            batches = self._in_cache(logits, count, temperature, value)
+            s.entropies[at, columns] = torch.cat([entropy_reference(x, t) for x, t, _ in batches])[real].float()
+        if s.gaps is not None:
+            s.gaps[at, columns] = torch.nan
+        if s.gaps is not None and tokens is not None:
+            drawn = tokens.reshape(len(slots), count)
+            batches = self._in_cache(logits, count, temperature, value)
+            s.gaps[at, columns] = torch.cat([gap_reference(x, drawn[rows], t) for x, t, rows in batches])[real].float()
 
     def observe(
         self,
@@ -355,6 +444,8 @@ class AcceptanceEstimator:
             self.num_draft_positions, c.refit_interval, c.ridge, c.damping, c.memory, c.max_slope_step,
             c.max_intercept_step, c.offset_prior,
         )  # fmt: skip
+        if self.state.head is not None:
+            _head.learn(self.state.head, slots, self.state.strata)
 
     def coefficients(self) -> Coefficients:
         """The coefficients in force. Waits for the device: for reports and files, not for the decode loop."""
@@ -367,27 +458,70 @@ class AcceptanceEstimator:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the coefficients to a JSON file: a temporary file first, then renamed over `path`."""
-        now = self.coefficients()
+        """Write what was learned to a JSON file: a temporary file first, then renamed over `path`. With a head of d
+        inputs about 160 d bytes for each stratum."""
+        now, s = self.coefficients(), self.state
         Snapshot(
             num_draft_positions=self.num_draft_positions,
             strata=list(now.strata),
             slopes=now.slopes,
             intercepts=now.intercepts,
             refits=now.refits,
+            labels=s.labels[:, : self.num_draft_positions].tolist(),
+            gates=s.gates.tolist(),
+            head=None if s.head is None else _saved(s.head),
         ).write(Path(path))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over saved coefficients. SnapshotError, and nothing changed, where the file does not fit."""
-        snapshot = Snapshot.read(Path(path), self.num_draft_positions, list(self.settings.strata))
+        """Take over what was saved; of a file without a head, or for an estimator without one, all the rest.
+        SnapshotError, and nothing changed, where the file does not fit."""
+        K, s = self.num_draft_positions, self.state
+        snapshot = Snapshot.read(Path(path), K, list(self.settings.strata))
         slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
         if not (slopes.isfinite().all() and intercepts.isfinite().all()):
             raise SnapshotError(
                 f"{path}: slopes {snapshot.slopes} and intercepts {snapshot.intercepts} do not fit into float32; "
                 "start without the file"
             )
-        self.state.slopes.copy_(slopes)
-        self.state.intercepts[:, : self.num_draft_positions] = intercepts.to(self.device)
-        self.state.sums.zero_()
-        self.state.labels.zero_()
-        self.state.clock[_accumulate.CYCLE] = 0
+        if snapshot.head is not None and s.head is not None and snapshot.head.hidden_size != self.hidden_size:
+            raise SnapshotError(
+                f"{path}: its head has hidden_size {snapshot.head.hidden_size}, this estimator {self.hidden_size}; "
+                "load a file of the same drafter, or start without it"
+            )
+        s.slopes.copy_(slopes)
+        s.intercepts[:, :K] = intercepts.to(self.device)
+        s.sums.zero_()
+        s.labels.zero_()
+        if snapshot.labels is not None:
+            s.labels[:, :K] = torch.tensor(snapshot.labels, device=self.device)
+        bounds = torch.tensor(_accumulate.GATES, device=self.device)[:, None]
+        s.gates.copy_(-bounds)
+        if snapshot.gates is not None:
+            s.gates.copy_(torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds))
+        if s.head is not None:
+            self._load_head(s.head, snapshot.head)
+            if snapshot.head is None:
+                s.gates[_accumulate.HEAD] = -bounds[_accumulate.HEAD]
+        s.clock[_accumulate.CYCLE] = 0
+
+    @staticmethod
+    def _load_head(head: _head.HeadState, saved: HeadSnapshot | None) -> None:
+        """None: the head begins anew."""
+        for tensor in (head.weights, head.curvature, head.mean, head.sums, head.counts):
+            tensor.zero_()
+        head.variance.fill_(1.0)
+        if saved is not None:
+            for name in ("weights", "curvature", "mean", "variance"):
+                getattr(head, name).copy_(torch.tensor(getattr(saved, name)))
+            head.counts[:, :, _head.BEHIND] = torch.tensor(saved.behind, device=head.counts.device)[:, None]
+
+
+def _saved(head: _head.HeadState) -> HeadSnapshot:
+    return HeadSnapshot(
+        hidden_size=head.inputs.shape[-1],
+        weights=head.weights.tolist(),
+        curvature=head.curvature.tolist(),
+        mean=head.mean.tolist(),
+        variance=head.variance.tolist(),
+        behind=head.counts[:, 0, _head.BEHIND].tolist(),
+    )

@@ -32,6 +32,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         offset_prior: adds to each request's log-odds an offset of its own, R / (V + offset_prior), with R the sum of
             y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
             variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
+        head: learn a correction of the log-odds from the drafter's hidden states, where the runtime gives them
+            (`hidden_size` of the estimator).
+        entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).
+        history: keep how likely the drawn tokens were, by slot (`AcceptanceEstimator.state.gaps`). Scores use neither.
 
     Planning
         policy: where the budget comes from. "earlier": argmax of accepted per millisecond over the survivals of an
@@ -39,7 +43,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             Each of the three is lossless; argmax over the *current* survivals is not, and is not offered.
         fixed_budget: drafts per segment under policy "fixed".
         exploration: share of the drafts admitted at full depth whatever their score, so that a position that is no
-            longer verified keeps earning labels; 0 turns it off.
+            longer verified keeps earning labels; 0 turns it off. More than 64 requests explore as much as 64, for the
+            labels that a refit needs do not grow with the batch.
         lag: steps between a proposal and the step that uses it (0: the device uses its own; 2: overlapped runtimes).
         minimum_gain: predicted relative gain over verifying all below which nothing is trimmed.
         max_verify_tokens: cap on drafts plus non-draft tokens of a segment.
@@ -59,12 +64,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_intercept: float = -0.2
     replicas: int = 1
     offset_prior: float | None = None
+    head: bool = True
+    entropy: bool = False
+    history: bool = False
 
     policy: Literal["earlier", "fixed", "lookahead"] = "earlier"
     fixed_budget: int | None = None
     exploration: float = 0.01
     lag: int = 0
-    minimum_gain: float = 0.04
+    minimum_gain: float = 0.01
     max_verify_tokens: int | None = None
     autoregressive: bool = False
 

@@ -1,4 +1,4 @@
-"""Fitted coefficients to and from a file."""
+"""What an estimator has learned, to and from a file."""
 
 import math
 import os
@@ -8,19 +8,47 @@ from pathlib import Path
 import msgspec
 
 from av_triton.files import write_atomic
+from av_triton.ops.head import LEAST_VARIANCE
 
-VERSION = 1
+VERSION = 2  # 1 had the coefficients alone
+LARGEST = 1e38  # of what is kept in float32
 
 
 class SnapshotError(ValueError):
     """The file holds no coefficients that fit; the message says what was wrong and the remedy."""
 
 
+class HeadSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A head (`av_triton/ops/head.py`): S lists of hidden_size + 1. behind: labels behind the means, S."""
+
+    hidden_size: int
+    weights: list[list[float]]
+    curvature: list[list[float]]
+    mean: list[list[float]]
+    variance: list[list[float]]
+    behind: list[int]
+
+    def problem(self, strata: int) -> str | None:
+        for name in ("weights", "curvature", "mean", "variance"):
+            rows = getattr(self, name)
+            if len(rows) != strata or any(len(row) != self.hidden_size + 1 for row in rows):
+                return f"{name} of the head has another shape than [{strata}, {self.hidden_size + 1}]"
+            least = {"curvature": 0.0, "variance": LEAST_VARIANCE / 2}.get(name, -LARGEST)
+            wrong = next((x for row in rows for x in row if not least <= x <= LARGEST), None)
+            if wrong is not None:
+                return f"{name} of the head holds {wrong}"
+        if len(self.behind) != strata or min(self.behind) < 0:
+            return f"behind of the head is {self.behind}, it must hold {strata} numbers, 0 or more"
+        return None
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The coefficients of an estimator: p = sigmoid(slopes[s] * f + intercepts[s][k]) in stratum s at position k.
 
     num_draft_positions: K. strata: names, S of them. slopes: S, 0 or more. intercepts: S lists of K.
-    refits: Newton steps behind them. Invalid values raise SnapshotError at construction.
+    refits: Newton steps behind them. labels: behind each coefficient, Q30, S lists of K. gates: of the offset and of
+    the head, Q30 nats, 2 lists of S. head: None: there was none. A file of version 1 has neither of these three.
+    Invalid values raise SnapshotError at construction.
     """
 
     version: int = VERSION
@@ -29,6 +57,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slopes: list[float]
     intercepts: list[list[float]]
     refits: int = 0
+    labels: list[list[int]] | None = None
+    gates: list[list[int]] | None = None
+    head: HeadSnapshot | None = None
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -36,8 +67,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise SnapshotError(problem)
 
     def _problem(self) -> str | None:
-        if self.version != VERSION:
-            return f"version is {self.version}, this av_triton reads version {VERSION}"
+        if not 1 <= self.version <= VERSION:
+            return f"version is {self.version}, this av_triton reads versions 1 to {VERSION}"
         if self.num_draft_positions < 1:
             return f"num_draft_positions is {self.num_draft_positions}, it must be at least 1"
         if not self.strata or len(set(self.strata)) != len(self.strata):
@@ -56,7 +87,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 return f"stratum {name!r} has the intercepts {intercepts}, they must be finite"
         if self.refits < 0:
             return f"refits is {self.refits}, it must be 0 or more"
-        return None
+        S, K = len(self.strata), self.num_draft_positions
+        if self.labels is not None and ([len(row) for row in self.labels] != [K] * S or min(map(min, self.labels)) < 0):
+            return f"labels is {self.labels}, it must be {S} lists of {K} numbers, 0 or more"
+        if self.gates is not None and [len(row) for row in self.gates] != [S] * 2:
+            return f"gates is {self.gates}, it must be 2 lists of {S} numbers"
+        return None if self.head is None else self.head.problem(S)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON atomically: temporary file, sync, rename. Raises OSError as `open` would."""
@@ -71,8 +107,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         remedy = "start without it: the estimator fits itself again within some hundred steps"
         try:
             raw = msgspec.json.decode(Path(path).read_bytes())
-            if isinstance(raw, dict) and raw.get("version") != VERSION:
-                raise SnapshotError(f"version is {raw.get('version')!r}, this av_triton reads version {VERSION}")
+            if isinstance(raw, dict) and raw.get("version") not in range(1, VERSION + 1):
+                raise SnapshotError(f"version is {raw.get('version')!r}, this av_triton reads versions 1 to {VERSION}")
             snapshot = msgspec.convert(raw, cls)
         except msgspec.ValidationError as error:
             raise SnapshotError(f"{path}: not a file of fitted coefficients: {error}; {remedy}") from error

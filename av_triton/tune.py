@@ -7,7 +7,7 @@ for a target, their registers and spills are shown, and no table is written.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +24,7 @@ import typer
 import av_triton as av
 from av_triton import aot
 from av_triton.backend import architecture, use_triton
+from av_triton.files import write_atomic
 from av_triton.launches import OTHERS, TABLE, Launches, LogitMaxLaunch, SampleLaunch, read, trial
 from av_triton.ops.sample import sample_and_score_reference
 
@@ -54,12 +55,16 @@ class Candidate(msgspec.Struct, frozen=True):
             return av.sample_and_score(logits, seeds if self.kernel == "sample" else None)
 
 
-def candidates(now: Launches) -> Iterator[Candidate]:
+def candidates(now: Launches) -> list[Candidate]:
+    """Those of each kernel, what is in force first."""
+    found = [Candidate("logit_max", now)]
     for block_bytes, logits, warps in itertools.product((4096, 8192, 16384), (8192, 16384, 32768), (4, 8, 16)):
         tried = LogitMaxLaunch(block_bytes=block_bytes, logits=logits, warps=warps)
-        yield Candidate("logit_max", msgspec.structs.replace(now, logit_max=tried))
+        found.append(Candidate("logit_max", msgspec.structs.replace(now, logit_max=tried)))
+    found.append(Candidate("sample", now))
     for logits, warps in itertools.product((8192, 16384, 32768), (4, 8, 16)):
-        yield Candidate("sample", msgspec.structs.replace(now, sample=SampleLaunch(logits=logits, warps=warps)))
+        found.append(Candidate("sample", msgspec.structs.replace(now, sample=SampleLaunch(logits=logits, warps=warps))))
+    return list(dict.fromkeys(found))
 
 
 def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor, expected: Reference) -> str:
@@ -67,7 +72,8 @@ def wrong(candidate: Candidate, logits: torch.Tensor, seeds: torch.Tensor, expec
     token, feature, normaliser = candidate.call(logits[:CHECKED], seeds[:CHECKED])
     if not torch.equal(token.cpu(), expected[0]):
         return f"tokens {token.tolist()}, should be {expected[0].tolist()}"
-    worst = max(float((a.cpu() - b).abs().max()) for a, b in zip((feature, normaliser), expected[1:], strict=True))
+    pairs = zip((feature, normaliser), expected[1:], strict=True)
+    worst = float(torch.cat([(a.cpu() - b).abs() for a, b in pairs]).max())  # NaN if any is
     return "" if worst < 1e-4 else f"off by {worst:.2g}"
 
 
@@ -114,12 +120,12 @@ def best(tried: list[Candidate], score: dict[Candidate, float], faults: dict[Can
 
 
 def write(table: dict[str, Launches], file: Path) -> None:
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
+    write_atomic(file, msgspec.json.format(msgspec.json.encode(table), indent=2) + b"\n")
 
 
 def show_compiled(target: str, now: Launches) -> None:
     out = rich.table.Table("kernel", "parameters", "registers", "spills", "per logit", box=rich.box.SIMPLE_HEAD)
-    tried = list(candidates(now))
+    tried = candidates(now)
     logits, seeds = torch.empty(8, VOCABULARIES[1], dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
     for each in rich.progress.track(tried, "compiling", console=console, transient=True):
         (case,) = aot.record(partial(each.call, logits, seeds), target)
@@ -154,7 +160,7 @@ def bench(
     gpu = architecture()
     now = entries.get(gpu, entries[OTHERS])
     write(entries, table)  # fails now rather than after all the timing
-    tried = list(candidates(now))
+    tried = candidates(now)
     score, faults = measure(tried, "cuda", on_gpu, list(itertools.product(ROWS, VOCABULARIES)))
     chosen = {kernel: best(tried, score, faults, kernel) for kernel in Launches.__struct_fields__}
     out = rich.table.Table("kernel", "parameters", "relative time", "", box=rich.box.SIMPLE_HEAD)

@@ -27,6 +27,7 @@ class Status(msgspec.Struct, frozen=True):
     refits: int
     explored: int  # requests verified to full depth by the exploration schedule
     bypassed: int  # segments verified in full because trimming promised too little
+    additions: tuple[str, ...]  # to the log-odds, as served now: "offset" or "head", and the stratum
 
 
 class AdaptiveVerifier:
@@ -48,6 +49,7 @@ class AdaptiveVerifier:
         device: where the logits live; of several GPUs the current one (`torch.cuda.set_device`).
         cost: step costs in milliseconds; None: verify all. settings: see `Settings`.
         max_rows: largest batch; default min(max_slots, 1024).
+        hidden_size: see `AcceptanceEstimator`.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class AdaptiveVerifier:
         cost: CostTable | None = None,
         settings: Settings | None = None,
         max_rows: int | None = None,
+        hidden_size: int | None = None,
     ) -> None:
         self.settings = settings or Settings()
         self.estimator = AcceptanceEstimator(
-            max_slots, num_draft_positions, device, settings=self.settings, max_rows=max_rows
+            max_slots, num_draft_positions, device, settings=self.settings, max_rows=max_rows, hidden_size=hidden_size
         )
         self.planner = VerifyPlanner(
             max_slots, num_draft_positions, device, cost=cost, settings=self.settings, max_rows=max_rows
@@ -79,9 +82,11 @@ class AdaptiveVerifier:
         slots: torch.Tensor,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        tokens: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Acceptance probabilities of the drafts; see `AcceptanceEstimator.score`."""
-        return self.estimator.score(logits, slots, position, temperature)
+        return self.estimator.score(logits, slots, position, temperature, tokens, hidden)
 
     def sample(
         self,
@@ -90,9 +95,10 @@ class AdaptiveVerifier:
         seeds: torch.Tensor | None = None,
         position: int | None = None,
         temperature: torch.Tensor | float | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> Drafts:
         """Draw the drafts and score them, in place of `score`; see `AcceptanceEstimator.sample`."""
-        return self.estimator.sample(logits, slots, seeds, position, temperature)
+        return self.estimator.sample(logits, slots, seeds, position, temperature, hidden)
 
     def plan(
         self,
@@ -178,4 +184,10 @@ class AdaptiveVerifier:
             refits=int(self.estimator.state.clock[_accumulate.REFITS]),
             explored=plan[_select.EXPLORED],
             bypassed=plan[_select.BYPASSED],
+            additions=tuple(
+                f"{what}, {stratum}"
+                for what, gates in zip(("offset", "head"), self.estimator.state.gates.tolist(), strict=True)
+                for stratum, gate in zip(self.settings.strata, gates, strict=True)
+                if gate > 0
+            ),
         )

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/results.md"
-SECTIONS = ("estimator", "online", "simulation", "serving")
+SECTIONS = ("estimator", "score", "online", "simulation", "serving")
 PACKAGES = ("torch", "triton", "numpy", "sglang")
 HEAD = """# Results
 
@@ -30,6 +30,13 @@ def versions() -> str:
         except PackageNotFoundError:
             continue
     return ", ".join(found)
+
+
+def command(target: str, usual: dict[str, object], given: dict[str, object]) -> str:
+    """`make target`, with the options whose values are not the usual ones (False: `--no-NAME`)."""
+    changed = {name: value for name, value in given.items() if value != usual[name]}
+    options = [f"--no-{name}" if value is False else f"--{name} {value}" for name, value in changed.items()]
+    return f"make {target}" + (f' ARGS="{" ".join(options)}"' if options else "")
 
 
 def publish(name: str, title: str, command: str, body: str, page: Path = PAGE) -> None:

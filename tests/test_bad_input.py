@@ -36,7 +36,7 @@ def verifier():
 
 def state_of(verifier):
     owned = (*verifier.estimator.state, *verifier.planner.state, *verifier.planner._out, *verifier.planner._costs)
-    return [t.clone() for t in owned]
+    return [t.clone() for t in owned if t is not None]
 
 
 # (method, arguments, what the message says)
@@ -67,6 +67,13 @@ CALLS = [
     ("score", (floats(2, K, V), ints(0, 1), None, floats(3)), r"temperature has shape \(3,\): give one value"),
     ("score", (floats(2, K, V), ints(0, 1), None, floats(2).double()), "temperature is torch.float64 .* give float32"),
     ("score", (floats(2, K, V), ints(0, 1), None, meta(())), "one number on meta, and reading it would wait for the"),
+    ("score", (floats(2, K, V), ints(0, 1), None, None, ints(1)), "tokens are torch.int32 on cpu: give int64 on cpu"),
+    (
+        "score",
+        (floats(2, K, V), ints(0, 1), None, None, [1]),
+        r"tokens are \[1\]: give int64 on cpu, one per draft, or None",
+    ),
+    ("score", (floats(2, V), ints(0, 1), 0, None, floats(2, K).long()), r"tokens have shape \(2, 3\): .*, \(2,\)"),
     ("plan", (ints(0, 1), ints(1, 2, 3)), r"drafts has shape \(3,\): give \(2,\)"),
     ("plan", (ints(0, 1), floats(2)), "drafts has dtype torch.float32"),
     ("plan", (ints(0, 1), [1, 2]), r"drafts is list: give a tensor of shape \(2,\) on cpu"),
@@ -243,6 +250,11 @@ OPS = [
     ("logit_max_partial", (floats(2, V), -0.5), "temperature = -0.5"),
     ("merge_logit_max", (floats(2, 3), floats(3, 2)), r"\(2, 3\) and complement \(3, 2\) must have one shape"),
     ("merge_logit_max", (floats(0, 3), floats(0, 3)), "at least one shard along dim 0: stack the outputs"),
+    ("logit_max_and_entropy", (floats(2, V).int(),), "logits have dtype torch.int32"),
+    ("logit_max_and_entropy", (floats(2, V), floats(3)), r"temperature has shape \(3,\): give one value"),
+    ("entropy_partial", (floats(2, 0),), "the last dimension must be 1 to 262144 tokens"),
+    ("merge_entropy", (floats(2, 3), floats(2, 3), floats(3)), r"\(2, 3\) and moment \(3,\) must have one shape"),
+    ("merge_entropy", (floats(0, 3),) * 3, "at least one shard along dim 0: stack the outputs of entropy_partial"),
     ("acceptance_score", (floats(2, K).double(), W, B[0]), r"features are torch.float64 \(2, 3\): give float32"),
     ("acceptance_score", (floats(2, K), W, floats(2)), r"slope \(1,\) and intercepts \(2,\): give one slope and one"),
     ("acceptance_score", (floats(2, K), floats(2), B[0]), "give one slope and one intercept for each of 3"),

@@ -3,10 +3,12 @@ import os
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from av_triton.snapshot import Snapshot, SnapshotError
+from av_triton import AcceptanceEstimator, Settings
+from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 
 STRATA = ["sampled", "greedy"]
 
@@ -20,6 +22,12 @@ def make(**change):
         "refits": 7,
     }
     return Snapshot(**(fields | change))
+
+
+def head(**change):
+    two = [[0.5, -1.5, 2.0]] * 2
+    fields = {"weights": two, "curvature": [[0.5] * 3] * 2, "mean": two, "variance": [[1.0] * 3] * 2, "behind": [5, 0]}
+    return HeadSnapshot(**{"hidden_size": 2} | fields | change)
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -44,7 +52,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version is 2, this av_triton reads version 1"),
+        ({"version": 3}, "version is 3, this av_triton reads versions 1 to 2"),
         ({"num_draft_positions": 0}, "num_draft_positions is 0"),
         ({"strata": []}, "at least one stratum"),
         ({"strata": ["a", "a"]}, "none twice"),
@@ -55,6 +63,13 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
         ({"intercepts": [[0.0] * 3, [0.0] * 2]}, "'greedy' has 2 intercepts for 3 positions"),
         ({"intercepts": [[0.0] * 3, [0.0, 0.0, math.inf]]}, "must be finite"),
         ({"refits": -1}, "refits is -1"),
+        ({"labels": [[1, 2, 3]]}, "2 lists of 3 numbers"),
+        ({"labels": [[1, 2, 3], [1, 2, -3]]}, "2 lists of 3 numbers"),
+        ({"gates": [[0], [0]]}, "2 lists of 2 numbers"),
+        ({"head": head(weights=[[0.0] * 3])}, "weights of the head has another shape"),
+        ({"head": head(variance=[[1.0, 0.0, 1.0]] * 2)}, "variance of the head holds 0.0"),
+        ({"head": head(mean=[[math.nan] * 3] * 2)}, "mean of the head holds nan"),
+        ({"head": head(behind=[1])}, "behind of the head"),
     ],
 )
 def test_invalid_coefficients_are_refused_before_they_reach_a_file(change, message):
@@ -81,7 +96,7 @@ def test_read_refuses_other_positions_and_strata(tmp_path):
         (b"[]", "not a file of fitted coefficients"),
         (b"null", "not a file of fitted coefficients"),
         (b"{}", "version is None"),
-        (b'{"version": 2, "layers": []}', "version is 2"),
+        (b'{"version": 3, "layers": []}', "version is 3"),
         (b'{"version": "1"}', "version is '1'"),
         (b'{"version": 1}', ".*missing required field"),
     ],
@@ -157,3 +172,63 @@ def test_the_file_has_the_permissions_of_any_other(tmp_path):
     (tmp_path / "other").touch()
     make().write(tmp_path / "fit.json")
     assert (tmp_path / "fit.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def learned(hidden_size=4, rows=6, steps=40):
+    """An estimator whose head has taken some steps and whose gates have moved."""
+    torch.manual_seed(3)
+    estimator = AcceptanceEstimator(rows, 3, settings=Settings(offset_prior=16.0), hidden_size=hidden_size)
+    slots = torch.arange(rows)
+    for _ in range(steps):
+        hidden = torch.randn(rows, 3, hidden_size or 1)
+        estimator.score(torch.randn(rows, 3, 20), slots, hidden=hidden)
+        verified = torch.full((rows,), 3)
+        estimator.observe(slots, verified, verified, acceptance=(hidden[..., 0] > 0).float())
+    return estimator
+
+
+def test_an_estimator_goes_on_where_it_was_saved(tmp_path):
+    before = learned()
+    assert before.state.head.weights.abs().max() > 0.1
+    assert before.state.gates[1, 0] > 0
+    before.save(tmp_path / "fit.json")
+    after = AcceptanceEstimator(6, 3, settings=Settings(offset_prior=16.0), hidden_size=4)
+    after.load(tmp_path / "fit.json")
+    for name in ("slopes", "intercepts", "labels", "gates"):
+        assert torch.equal(getattr(before.state, name), getattr(after.state, name)), name
+    for name in ("weights", "curvature", "mean", "variance"):
+        assert torch.equal(getattr(before.state.head, name), getattr(after.state.head, name)), name
+    assert torch.equal(before.state.head.counts[..., 2], after.state.head.counts[..., 2])
+
+
+def test_a_file_of_version_1_is_loaded_without_a_head(tmp_path):
+    path = tmp_path / "fit.json"
+    path.write_text(
+        '{"version": 1, "num_draft_positions": 3, "strata": ["sampled", "greedy"], "slopes": [0.7, 1.0], '
+        '"intercepts": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], "refits": 9}'
+    )
+    estimator = learned()
+    estimator.load(path)
+    assert estimator.state.slopes.tolist() == pytest.approx([0.7, 1.0])
+    assert estimator.state.head.weights.abs().max() == 0
+    assert (estimator.state.head.variance == 1).all()
+    assert (estimator.state.gates < 0).all()
+
+
+def test_a_head_of_another_drafter_is_refused_and_changes_nothing(tmp_path):
+    learned(hidden_size=5).save(tmp_path / "fit.json")
+    estimator = learned()
+    slopes, weights = estimator.state.slopes.clone(), estimator.state.head.weights.clone()
+    with pytest.raises(SnapshotError, match="hidden_size 5, this estimator 4; load a file of the same drafter"):
+        estimator.load(tmp_path / "fit.json")
+    assert torch.equal(estimator.state.slopes, slopes)
+    assert torch.equal(estimator.state.head.weights, weights)
+
+
+def test_without_a_head_the_rest_of_a_file_is_loaded(tmp_path):
+    before = learned()
+    before.save(tmp_path / "fit.json")
+    after = AcceptanceEstimator(6, 3)
+    after.load(tmp_path / "fit.json")
+    assert torch.equal(before.state.slopes, after.state.slopes)
+    assert after.state.head is None

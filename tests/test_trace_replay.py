@@ -134,7 +134,8 @@ def test_stratum_follows_the_temperature() -> None:
     ("damage", "message"),
     [
         (lambda columns: columns.pop("alpha"), "no column alpha"),
-        (lambda columns: columns.update({name: columns[name][:-1] for name in COLUMNS}), "entries for"),
+        (lambda columns: columns.update({name: columns[name][:-1] for name in COLUMNS}), "entries, "),
+        (lambda columns: columns["pos"].__setitem__(0, 2), "6384 entries, 6383 of them different"),
         (lambda columns: columns["alpha"].__setitem__(5, 1.5), "within 0 to 1"),
         (lambda columns: columns["f"].__setitem__(5, np.nan), "finite"),
     ],

@@ -45,15 +45,21 @@ def temperature_argument(
     return None, value
 
 
-def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> None:
-    """None, or int64 of `shape`."""
-    if seeds is None:
+def check_per_draft(
+    name: str, tensor: torch.Tensor | None, without: str, shape: Sequence[int], device: torch.device
+) -> None:
+    """None, which means `without`, or int64 of `shape`."""
+    if tensor is None:
         return
-    if not isinstance(seeds, torch.Tensor) or seeds.dtype != torch.int64 or seeds.device != device:
-        what = f"{seeds.dtype} on {seeds.device}" if isinstance(seeds, torch.Tensor) else repr(seeds)
-        raise ValueError(f"seeds are {what}: give int64 on {device}, one per draft, or None for the argmax")
-    if seeds.shape != torch.Size(shape):
-        raise ValueError(f"seeds have shape {tuple(seeds.shape)}: give one per draft, {tuple(shape)}")
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.int64 or tensor.device != device:
+        what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+        raise ValueError(f"{name} are {what}: give int64 on {device}, one per draft, or None for {without}")
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} have shape {tuple(tensor.shape)}: give one per draft, {tuple(shape)}")
+
+
+def check_seeds(seeds: torch.Tensor | None, shape: Sequence[int], device: torch.device) -> None:
+    check_per_draft("seeds", seeds, "the argmax", shape, device)
 
 
 def check_acceptance(acceptance: torch.Tensor, rows: int, positions: int, device: torch.device) -> None:

@@ -17,6 +17,16 @@ under a Gaussian prior of inverse variance `prior`; p and the sums above are wit
 
     o = R / (V + prior), at most 4 either way        R = sum of omega (y-p), V = sum of omega p(1-p)
 
+An addition to the log-odds, the offset or the correction of `head.py`, is served where it has proved itself: while its
+gate, a CUSUM in nats over the stratum's labels, is above 0. Losses are by what was known when the draft was scored, the
+correction's on top of the offset where that is served:
+
+    S = min(max(S + sum of omega (loss without it - loss with it), -B), B)
+
+S is -B until the first refit, for to be ahead of the initial coefficients proves nothing. Were the law without the
+addition true, e^-B would bound the chance that a run of labels opens the gate; B is 4 for the offset, which has no
+coefficients, and 8 for the head, which has hundreds.
+
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
 400 * 2^30.
@@ -30,6 +40,7 @@ import triton.language as tl
 
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_acceptance, check_vector
+from av_triton.ops.head import HeadState
 from av_triton.ops.logit_max import INVALID
 from av_triton.ops.refit import SUMS, C, G, count_labels, refit_reference, solve
 from av_triton.ops.segmented_topk import UNSCORED
@@ -38,6 +49,8 @@ from av_triton.settings import MAX_DRAFT_POSITIONS
 
 LARGEST_ENTRY = 400  # 40² / 4
 MAX_OFFSET = 4.0
+OFFSET, HEAD = range(2)  # rows of EstimatorState.gates
+GATES = (4 * Q30, 8 * Q30)  # their bounds, nats
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 
@@ -50,6 +63,7 @@ _Q30 = tl.constexpr(float(Q30))
 _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
+_OFFSET_GATE, _HEAD_GATE = tl.constexpr(GATES[OFFSET]), tl.constexpr(GATES[HEAD])
 _BLOCK = 64
 
 
@@ -66,12 +80,18 @@ class EstimatorState(NamedTuple):
     strata: torch.Tensor  # int32 [slots]
     offsets: torch.Tensor  # float32 [slots], added to the log-odds
     residuals: torch.Tensor  # int64 [slots, 2], Q30: sums of omega (y-p) and of omega p(1-p) since the slot's reset
+    gates: torch.Tensor  # int64 [2, S], Q30 nats: offset and head; above 0: open
+    gains: torch.Tensor  # int64 [2, S], of the running step
     slopes: torch.Tensor  # float32 [S]
     intercepts: torch.Tensor  # float32 [S, P]
     sums: torch.Tensor  # int64 [S, 6, P]
     labels: torch.Tensor  # int64 [S, P], Q30, of the cycles before this one
     counters: torch.Tensor  # int64 [6, P]
     clock: torch.Tensor  # int64 [4]
+    # Of the draft distribution, known where the score at the same place is; None: not kept.
+    entropies: torch.Tensor | None = None  # float32 [slots, P], nats
+    gaps: torch.Tensor | None = None  # float32 [slots, P], log q_max - log q of the drawn token; NaN: token not known
+    head: HeadState | None = None
 
 
 def exact_labels_reference(acceptance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,17 +102,14 @@ def exact_labels_reference(acceptance: torch.Tensor) -> tuple[torch.Tensor, torc
     return y, torch.where(known, before.cumprod(1), 0.0)
 
 
-def entries_reference(
+def labels_reference(
     features: torch.Tensor,
     accepted: torch.Tensor,
     admitted: torch.Tensor,
-    slope: torch.Tensor,
-    intercepts: torch.Tensor,
-    strata: torch.Tensor,
     teach: torch.Tensor | None,
     acceptance: torch.Tensor | None,
-) -> torch.Tensor:
-    """What each draft adds to the sums, int64 Q30 [rows, 6, K]; computed in the dtype of `features`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, omega) of every draft, [rows, K] in the dtype of `features`; omega is 0 where it has no label."""
     k = torch.arange(features.shape[1], device=features.device)
     a = accepted[:, None]
     inside = (a >= 0) & (k < admitted[:, None]) & (features > INVALID)
@@ -102,17 +119,32 @@ def entries_reference(
         y, omega = (k < a).to(features.dtype), (k <= a).to(features.dtype)
     else:
         y, omega = exact_labels_reference(acceptance.to(features.dtype))
+    return y, torch.where(inside, omega, 0.0)
+
+
+def entries_reference(
+    features: torch.Tensor,
+    y: torch.Tensor,
+    omega: torch.Tensor,
+    slope: torch.Tensor,
+    intercepts: torch.Tensor,
+    strata: torch.Tensor,
+) -> torch.Tensor:
+    """What each draft adds to the sums, int64 Q30 [rows, 6, K]; computed in the dtype of `features`."""
     w, b = slope.to(features.dtype)[strata][:, None], intercepts.to(features.dtype)[strata]
     p = 1.0 / (1.0 + torch.exp(-(w * features + b)))
     v, r = omega * (p * (1.0 - p)), omega * (y - p)
     entries = torch.stack([v * features * features, v * features, v, r * features, r, omega], 1)
-    return (torch.where(inside[:, None], entries, 0.0) * Q30).to(torch.int64)
+    return (torch.where((omega > 0)[:, None], entries, 0.0) * Q30).to(torch.int64)
 
 
 def offset_reference(residuals: torch.Tensor, prior: float) -> torch.Tensor:
     """Offsets float32 [...] of the sums int64 Q30 [..., 2]."""
     residual, information = residuals.float().unbind(-1)
     return (residual / (information + prior * Q30)).clamp(-MAX_OFFSET, MAX_OFFSET)
+
+
+_OBSERVED = EstimatorState._fields.index("clock") + 1  # fields that `observe_kernel` takes, in their order
 
 
 def accumulate_reference(
@@ -127,7 +159,8 @@ def accumulate_reference(
 ) -> torch.Tensor:
     """As `accumulate`; contributions in the dtype of `features`."""
     group = torch.zeros_like(accepted).long() if strata is None else strata.long()
-    entries = entries_reference(features, accepted, admitted, slope, intercepts, group, teach, acceptance)
+    labels = labels_reference(features, accepted, admitted, teach, acceptance)
+    entries = entries_reference(features, *labels, slope, intercepts, group)
     sums = torch.zeros(slope.shape[0], *entries.shape[1:], dtype=torch.int64, device=features.device)
     return sums.index_add_(0, group, entries)
 
@@ -145,6 +178,32 @@ def _exact_labels(acceptance, row_stride, position_stride, columns, r, k, inside
     alpha = tl.load(at, mask=inside & (k < columns)[None, :], other=float("nan"))
     before = tl.load(at - position_stride, mask=inside & ((k > 0) & (k <= columns))[None, :], other=1.0)
     return _probability(alpha), tl.where(alpha == alpha, tl.cumprod(_probability(before), 1), 0.0)
+
+
+def loss_reference(log_odds: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Expected log-loss in nats under the acceptance probability y."""
+    return torch.nn.functional.softplus(log_odds) - y * log_odds
+
+
+@triton.jit
+def _loss(z, y):
+    return tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z))) - y * z
+
+
+@triton.jit
+def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
+    """What an addition to the log-odds gains over a tile [rows, P], in nats, to gains[S]."""
+    gain = (omega * (_loss(without, y) - _loss(with_it, y)) * _Q30).to(tl.int64)
+    for s in tl.static_range(STRATA):
+        tl.atomic_add(gains + s, tl.sum(tl.sum(tl.where((stratum == s)[:, None], gain, 0), 1), 0), sem="relaxed")
+
+
+@triton.jit
+def _move_gate(gate, gain, BOUND: tl.constexpr, untried):
+    now = tl.load(gate)
+    moved = tl.minimum(tl.maximum(now + tl.load(gain, cache_modifier=".cg"), -BOUND), BOUND)
+    tl.store(gate, tl.where(untried, now, moved))
+    tl.store(gain, 0)
 
 
 @triton.jit
@@ -187,9 +246,9 @@ def _count(counters, row: tl.constexpr, what, k, mask):
     do_not_specialize_on_alignment=["slots", "accepted", "admitted", "teach", "acceptance"],
 )
 def observe_kernel(
-    features, scores, strata, offsets, residuals, slopes, intercepts, sums, labels, counters, clock,
-    slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, row_stride, position_stride, columns,
-    rows, num_slots, K, interval,
+    features, scores, strata, offsets, residuals, gates, gains, slopes, intercepts, sums, labels, counters, clock,
+    corrections, omegas, head_residuals, slot_admitted, slot_drafts, slots, accepted, admitted, teach,
+    acceptance, row_stride, position_stride, columns, rows, num_slots, K, interval,
     RIDGE: tl.constexpr, DAMPING: tl.constexpr, MEMORY: tl.constexpr, MAX_DW: tl.constexpr, MAX_DB: tl.constexpr,
     PRIOR: tl.constexpr, STRATA: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -233,13 +292,25 @@ def observe_kernel(
     omega = tl.where(inside, omega, 0.0)
     w = tl.load(slopes + stratum, mask=real, other=0.0)
     b = tl.load(intercepts + stratum[:, None] * P + k[None, :], mask=inside, other=0.0)
-    p = 1.0 / (1.0 + tl.exp(-(w[:, None] * f + b)))
+    z = w[:, None] * f + b
+    p = 1.0 / (1.0 + tl.exp(-z))
     information = omega * (p * (1.0 - p))
     residual = omega * (y - p)
     for s in tl.static_range(STRATA):
         _add_sums(f, information, residual, omega, (stratum == s)[:, None], sums + s * 6 * P, k, mask)
     if PRIOR is not None:
+        offset = tl.load(offsets + slot, mask=real, other=0.0)
+        _add_gain(z, z + offset[:, None], y, omega, stratum, gains, STRATA)
+        z += tl.where(tl.load(gates + stratum, mask=real, other=0) > 0, offset, 0.0)[:, None]
+        tl.debug_barrier()  # every thread has read the offsets
         _add_to_requests(information, residual, slot, real, offsets, residuals, PRIOR)
+    if corrections is not None:
+        below = z
+        z += tl.load(corrections + at, mask=inside, other=0.0)
+        _add_gain(below, z, y, omega, stratum, gains + STRATA, STRATA)
+        everywhere = real[:, None] & mask[None, :]
+        tl.store(omegas + at, omega, mask=everywhere)
+        tl.store(head_residuals + at, omega * (y - 1.0 / (1.0 + tl.exp(-z))), mask=everywhere)
 
     tl.store(scores + at, -1.0, mask=real[:, None] & mask[None, :])
     if slot_admitted is not None:
@@ -250,6 +321,11 @@ def observe_kernel(
     if tl.atomic_add(clock, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
+        if (PRIOR is not None) or (corrections is not None):
+            untried = tl.load(clock + 3) == 0
+            for s in tl.static_range(STRATA):
+                _move_gate(gates + s, gains + s, _OFFSET_GATE, untried)
+                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE, untried)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 at_s = s * P
@@ -280,7 +356,8 @@ def observe(
     max_intercept_step: float,
     offset_prior: float | None,
 ) -> None:
-    """Learn from one verified step: one launch that accumulates, counts, and refits every `interval` calls.
+    """Learn from one verified step: one launch that accumulates, counts, and refits every `interval` calls; with a
+    head it leaves the labels for `head.learn`.
 
     Args:
         slot_admitted, slot_drafts: int32 [slots], what the last plan recorded; cleared, so that a verdict counts once.
@@ -294,13 +371,14 @@ def observe(
             (ridge, damping, max_slope_step, max_intercept_step), memory, offset_prior,
         )  # fmt: skip
         return
-    block = _block(state.features.shape[1])
+    block, head = _block(state.features.shape[1]), state.head
+    drafts = (None, None, None) if head is None else (head.corrections, head.omegas, head.residuals)
     strides, columns = ((0, 0), 0) if acceptance is None else (acceptance.stride(), acceptance.shape[1])
     observe_kernel[(max(1, triton.cdiv(slots.shape[0], block)),)](
-        *state, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, *strides, columns,
-        slots.shape[0], state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping, MEMORY=memory,
-        MAX_DW=max_slope_step, MAX_DB=max_intercept_step, PRIOR=offset_prior, STRATA=state.slopes.shape[0],
-        P=state.features.shape[1], BLOCK=block,
+        *state[:_OBSERVED], *drafts, slot_admitted, slot_drafts, slots, accepted, admitted, teach, acceptance, *strides,
+        columns, slots.shape[0], state.features.shape[0], positions, interval, RIDGE=ridge, DAMPING=damping,
+        MEMORY=memory, MAX_DW=max_slope_step, MAX_DB=max_intercept_step, PRIOR=offset_prior,
+        STRATA=state.slopes.shape[0], P=state.features.shape[1], BLOCK=block,
         **register_ceiling(),
     )  # fmt: skip
 
@@ -337,12 +415,24 @@ def _observe_torch(
     served = state.scores[at, :positions]
     f = torch.where(served >= 0, state.features[at, :positions], INVALID)
     strata = state.strata[at].long()
-    entries = entries_reference(f, a, v, state.slopes, state.intercepts[:, :positions], strata, taught, alpha)
+    y, omega = labels_reference(f, a, v, taught, alpha)
+    intercepts = state.intercepts[:, :positions]
+    entries = entries_reference(f, y, omega, state.slopes, intercepts, strata)
     state.sums[:, :, :positions].index_add_(0, strata, entries)
+    z = state.slopes[strata][:, None] * f + intercepts[strata]
     if offset_prior is not None:
+        offset = state.offsets[at, None]
+        served_offset = torch.where(state.gates[OFFSET, strata, None] > 0, offset, 0.0)
+        _gain_torch(state, OFFSET, strata, z, z + offset, y, omega)
+        z = z + served_offset
         pairs = state.residuals[at] + entries[:, [G, C]].sum(2)
         state.residuals[at] = pairs.clamp(-LARGEST_RESIDUAL, LARGEST_RESIDUAL)
         state.offsets[at] = offset_reference(state.residuals[at], offset_prior)
+    if state.head is not None:
+        without, z = z, z + state.head.corrections[at, :positions]
+        _gain_torch(state, HEAD, strata, without, z, y, omega)
+        state.head.omegas[at, :positions] = omega
+        state.head.residuals[at, :positions] = omega * (y - 1.0 / (1.0 + torch.exp(-z)))
     verified = k < v[:, None]
     hit = k < a[:, None]
     labelled = verified & (k <= a[:, None]) & (a >= 0)[:, None] & (f > INVALID)
@@ -371,10 +461,26 @@ def _observe_torch(
         state.clock[REFITS] += 1
 
 
+def _gain_torch(
+    state: EstimatorState,
+    gate: int,
+    strata: torch.Tensor,
+    without: torch.Tensor,
+    with_it: torch.Tensor,
+    y: torch.Tensor,
+    omega: torch.Tensor,
+) -> None:
+    """Move a gate by what its addition to the log-odds gains."""
+    gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
+    if int(state.clock[REFITS]):
+        state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
+        state.gates[gate].clamp_(-GATES[gate], GATES[gate])
+
+
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])
 def reset_kernel(
-    slots, new_strata, features, scores, strata, offsets, residuals, survival, slot_admitted, slot_drafts,
-    n, num_slots, S,
+    slots, new_strata, features, scores, strata, offsets, residuals, entropies, gaps, survival, slot_admitted,
+    slot_drafts, n, num_slots, S,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -391,6 +497,10 @@ def reset_kernel(
     zero = tl.zeros([BLOCK], tl.int64)
     tl.store(residuals + 2 * slot, zero, mask=real)
     tl.store(residuals + 2 * slot + 1, zero, mask=real)
+    if entropies is not None:
+        tl.store(entropies + at, 0.0, mask=real[:, None] & (k < P)[None, :])
+    if gaps is not None:
+        tl.store(gaps + at, float("nan"), mask=real[:, None] & (k < P)[None, :])
     if survival is not None:
         tl.store(survival + slot * P, -1.0, mask=real)
         tl.store(slot_admitted + slot, 0, mask=real)
@@ -410,7 +520,8 @@ def reset(
     if use_triton(slots.device):
         if slots.shape[0]:
             reset_kernel[(triton.cdiv(slots.shape[0], _BLOCK),)](
-                slots, strata, state.features, state.scores, state.strata, state.offsets, state.residuals, survival,
+                slots, strata, state.features, state.scores, state.strata, state.offsets, state.residuals,
+                state.entropies, state.gaps, survival,
                 slot_admitted, slot_drafts, slots.shape[0], num_slots, state.slopes.shape[0], P=P, BLOCK=_BLOCK,
             )  # fmt: skip
         return
@@ -421,6 +532,10 @@ def reset(
     state.scores[at] = UNSCORED
     state.offsets[at] = 0.0
     state.residuals[at] = 0
+    if state.entropies is not None:
+        state.entropies[at] = 0.0
+    if state.gaps is not None:
+        state.gaps[at] = torch.nan
     if survival is not None and slot_admitted is not None and slot_drafts is not None:
         survival[at, 0] = UNSCORED
         slot_admitted[at] = 0

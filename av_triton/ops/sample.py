@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from av_triton.backend import architecture, use_triton
+from av_triton.backend import architecture, register_ceiling, use_triton
 from av_triton.launches import launches
 from av_triton.ops._checks import check_logits, check_seeds, temperature_argument
 from av_triton.ops.logit_max import (
@@ -27,15 +27,20 @@ from av_triton.ops.logit_max import (
     EMPTY,
     MAX_SPLITS,
     MAX_VOCAB,
-    MIN_TEMPERATURE,
+    add_logit,
     fold,
+    fold_splits,
+    inverse_temperature,
     launch_shape,
     log_normaliser,
     logit_from_partial,
     logit_max_kernel,
+    place,
     scale_for,
+    store_law,
     store_nothing,
     store_score,
+    store_split,
     temperature_of,
     winner_and_partial_reference,
 )
@@ -71,7 +76,7 @@ def sample_and_score_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `sample_and_score`, in float64 where a token is drawn."""
     x = logits if seeds is None else logits.double()
-    winner, m, c = winner_and_partial_reference(x, temperature)
+    winner, m, c, _ = winner_and_partial_reference(x, temperature)
     normaliser = torch.where(m > EMPTY, m + torch.log1p(c), torch.where(c.isnan(), torch.nan, -torch.inf))
     feature = logit_from_partial(m, c)
     if seeds is None:
@@ -85,7 +90,7 @@ def sample_and_score_reference(
         t = torch.as_tensor(temperature, dtype=m.dtype, device=m.device).expand_as(m)
     u = ((philox_reference(seeds, x.shape[-1]).double() + 0.5) / 2**32).clamp_max(_LARGEST_UNIFORM)
     noise = torch.where(t > 0, 1.0, 0.0)[..., None] * -torch.log(-torch.log1p(-u))
-    scale = torch.where(t > 0, 1 / t.clamp_min(MIN_TEMPERATURE), 1.0)[..., None]
+    scale = inverse_temperature(m, temperature)[..., None]
     token = (x * scale + noise).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
     return token, feature, normaliser
 
@@ -99,21 +104,18 @@ def _gumbel(r):
 
 
 @triton.jit
-def _take(row, at, hi, r, scale, unit, random, m, c, best, token):
-    """Fold one block of logits into the running (m, c) and the running winner, per lane."""
+def _take(row, at, hi, r, scale, unit, random, m, c, t, best, token, MOMENT: tl.constexpr):
+    """Fold one block of logits into the running (m, c, t) and the running winner, per lane."""
     x = tl.load(row + at, mask=at < hi, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-    d = x - m
-    e = tl.exp2(tl.abs(d) * -scale)
-    c = c * tl.where(d > 0.0, e, 1.0) + e
-    m = tl.maximum(m, x)
+    _d, m, c, t = add_logit(x, m, c, t, scale, MOMENT)
     y = x * unit + _gumbel(r) * random
     won = y > best
-    return m, c, tl.where(won, y, best), tl.where(won, at, token)
+    return m, c, t, tl.where(won, y, best), tl.where(won, at, token)
 
 
 @triton.jit
-def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr):
-    """(m, c, y, token) of row[lo:hi]: the partial as `row_partial` gives it, and the largest y = (x / T + G) log2(e)
+def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr, MOMENT: tl.constexpr):
+    """(m, c, t, y, token) of row[lo:hi]: the partial as `row_partial` gives it, and the largest y = (x / T + G) log2(e)
     with its token. `random` is 0 for a greedy row, which has no G and whose y is x: scaling would round neighbours
     together."""
     unit = tl.where(random > 0.0, scale, 1.0)
@@ -121,18 +123,20 @@ def _row_sample(row, lo, hi, scale, random, seed, vocab, BLOCK: tl.constexpr):
     zero = tl.zeros([BLOCK], tl.uint32)
     m = tl.full([BLOCK], _EMPTY, tl.float32)
     c = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    token = tl.zeros([BLOCK], tl.int32)
+    t = tl.zeros([BLOCK], tl.float32)
+    y = tl.full([BLOCK], float("-inf"), tl.float32)
+    v = tl.zeros([BLOCK], tl.int32)
     for j in tl.range(lo, hi, 4 * BLOCK):
         group = tl.full([BLOCK], j // (4 * BLOCK), tl.uint32)
+        at = j + lane
         r0, r1, r2, r3 = tl.philox(seed, lane.to(tl.uint32), group, zero, zero)
-        m, c, best, token = _take(row, j + lane, hi, r0, scale, unit, random, m, c, best, token)
-        m, c, best, token = _take(row, j + BLOCK + lane, hi, r1, scale, unit, random, m, c, best, token)
-        m, c, best, token = _take(row, j + 2 * BLOCK + lane, hi, r2, scale, unit, random, m, c, best, token)
-        m, c, best, token = _take(row, j + 3 * BLOCK + lane, hi, r3, scale, unit, random, m, c, best, token)
-    top, rest = fold(m, c, scale, BLOCK)
-    y = tl.max(best, 0)
-    return top, rest, y, tl.min(tl.where(best == y, token, vocab - 1), 0)
+        m, c, t, y, v = _take(row, at, hi, r0, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + BLOCK, hi, r1, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + 2 * BLOCK, hi, r2, scale, unit, random, m, c, t, y, v, MOMENT)
+        m, c, t, y, v = _take(row, at + 3 * BLOCK, hi, r3, scale, unit, random, m, c, t, y, v, MOMENT)
+    top, rest, moment = fold(m, c, t, scale, BLOCK, MOMENT)
+    best = tl.max(y, 0)
+    return top, rest, moment, best, tl.min(tl.where(y == best, v, vocab - 1), 0)
 
 
 @triton.jit(
@@ -154,6 +158,7 @@ def sample_kernel(
     temperature_value,
     part_m,
     part_c,
+    part_t,
     part_y,
     part_token,
     ticket,
@@ -166,37 +171,32 @@ def sample_kernel(
     slopes,
     intercepts,
     offsets,
+    gates,
     tokens,
     normalisers,
+    entropies,
+    gaps,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     P: tl.constexpr,
 ):
     """As `logit_max_kernel`, with a token drawn by the seed of every row and position, int64."""
-    item = tl.program_id(0)
+    item, row, j, start, slot, position = place(logits, row_stride, position_stride, positions, first_position, slots)
     split = tl.program_id(1)
-    row = (item // positions).to(tl.int64)
-    j = item % positions
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row).to(tl.int64)
-    position = first_position + j
     if (slot >= 0) & (slot < num_slots):
-        t = temperature_of(temperature, temperature_value, row)
-        scale = scale_for(t)
+        drawn_at = temperature_of(temperature, temperature_value, row)
+        scale = scale_for(drawn_at)
         lo = split * chunk
         hi = tl.minimum(lo + chunk, vocab)
-        base = logits + row * row_stride + j.to(tl.int64) * position_stride
-        random = tl.where(t > 0.0, 1.0, 0.0)
+        random = tl.where(drawn_at > 0.0, 1.0, 0.0)
         seed = tl.load(seeds + row * seed_stride + j * seed_position_stride)
-        m, c, y, token = _row_sample(base, lo, hi, scale, random, seed, vocab, BLOCK)
+        m, c, t, y, token = _row_sample(start, lo, hi, scale, random, seed, vocab, BLOCK, part_t is not None)
         last = True
         if SPLITS > 1:
-            at = item.to(tl.int64) * SPLITS + split
-            tl.store(part_m + at, m)
-            tl.store(part_c + at, c)
-            tl.store(part_y + at, y)
-            tl.store(part_token + at, token)
+            at = item.to(tl.int64) * SPLITS
+            store_split(m, c, t, part_m, part_c, part_t, at, split)
+            tl.store(part_y + at + split, y)
+            tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
@@ -204,12 +204,17 @@ def sample_kernel(
                 ys = tl.load(part_y + part, cache_modifier=".cg")
                 y = tl.max(ys, 0)
                 token = tl.min(tl.where(ys == y, tl.load(part_token + part, cache_modifier=".cg"), vocab - 1), 0)
-                ms = tl.load(part_m + part, cache_modifier=".cg")
-                m, c = fold(ms, tl.load(part_c + part, cache_modifier=".cg"), scale, SPLITS)
+                _ms, m, c, t = fold_splits(part_m, part_c, part_t, part, scale, SPLITS)
                 tl.store(ticket + item, 0)
-            store_score(m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, P)
+            store_score(
+                m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, gates, P
+            )
             tl.store(tokens + row * P + position, tl.where(y > float("-inf"), token, 0).to(tl.int64))
             tl.store(normalisers + row * P + position, log_normaliser(m, c, scale))
+            x = m
+            if gaps is not None:
+                x = tl.load(start + token).to(tl.float32)
+            store_law(m, c, t, x, scale, slot * P + position, entropies, gaps)
     else:
         if split == 0:
             store_nothing(row * P + position, row_scores, tokens, normalisers)
@@ -242,7 +247,7 @@ def _sample_and_score(
             rows, 0, 1, 0, None if seeds is None else seeds.reshape(-1), t, value, parts,
             torch.empty(n * MAX_SPLITS, dtype=torch.int32, device=rows.device),
             torch.zeros(n, dtype=torch.int32, device=rows.device),
-            (feature, None, None, None, n, None, None, None, None, token, normaliser), 1,
+            (feature, None, None, None, n, None, None, None, None, None, token, normaliser, None, None), 1,
         )  # fmt: skip
     return token.view(shape), feature.view(shape), normaliser.view(shape)
 
@@ -260,24 +265,34 @@ def launch(
     ticket: torch.Tensor,
     outputs: tuple[object, ...],
     P: int,
+    drawn: torch.Tensor | None = None,
 ) -> None:
-    """The kernel that draws, or without seeds the one that does not. logits [rows, ..., V]; seeds of any strides; parts
-    float32 [3, >= items * splits]; outputs: the arguments from `features` to `normalisers`."""
+    """The kernel that draws, or without seeds the one that does not. logits [rows, ..., V]; seeds, and tokens `drawn`
+    before, of any strides; parts float32 [3, >= items * splits], or with entropies [4, ...]; outputs: the arguments
+    from `features` to `gaps`."""
     items, vocab = logits.shape[0] * positions, logits.shape[-1]
+    part_t = parts[3] if outputs[-2] is not None else None
     cut = (logits, logits.stride(0), position_stride, vocab)
     if seeds is None:
         splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
         logit_max_kernel[(items, splits)](
-            *cut, chunk, positions, first, temperature, value, parts[0], parts[1], part_token, ticket, None, None,
-            *outputs, SPLITS=splits, BLOCK=block, P=P, num_warps=warps,
+            *cut, chunk, positions, first, temperature, value, parts[0], parts[1], part_t, part_token, ticket, None,
+            None, None, *outputs, drawn, *_strides(drawn), SPLITS=splits, BLOCK=block, P=P, num_warps=warps,
+            **({} if part_t is None else register_ceiling()),
         )  # fmt: skip
     else:
         splits, chunk, warps = sample_shape(vocab)
-        strides = seeds.stride(0), seeds.stride(1) if seeds.dim() == 2 else 0
         sample_kernel[(items, splits)](
-            *cut, chunk, positions, first, seeds, *strides, temperature, value, parts[0], parts[1], parts[2],
-            part_token, ticket, *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
+            *cut, chunk, positions, first, seeds, *_strides(seeds), temperature, value, parts[0], parts[1], part_t,
+            parts[2], part_token, ticket, *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
         )  # fmt: skip
+
+
+def _strides(per_draft: torch.Tensor | None) -> tuple[int | None, int | None]:
+    """Of [rows, positions] or [rows]."""
+    if per_draft is None:
+        return None, None
+    return per_draft.stride(0), per_draft.stride(1) if per_draft.dim() == 2 else 0
 
 
 @_sample_and_score.register_fake

@@ -24,8 +24,10 @@ from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS
 
 UNSCORED = -1.0  # score of a draft whose logits were not seen since the last observation
 PPM = 1_000_000
+ENOUGH = 64  # requests: the labels that a refit needs do not grow with the batch
 
 FORCED = 0x3F800001  # key of a row that goes first: just above the bits of 1.0
+_ENOUGH = tl.constexpr(ENOUGH)
 _PPM = tl.constexpr(PPM)
 _FORCED = tl.constexpr(FORCED)
 
@@ -105,12 +107,12 @@ def segment_bounds(segments, seg, rows):
 
 @triton.jit
 def explored_rows(step, requests, ppm, EVERY: tl.constexpr):
-    """(how many, from which) requests go to full depth at this step: `ppm` millionths of them, spread over the steps
-    that are multiples of EVERY without a remainder lost and starting at a place that depends on the step number
-    alone: its golden-ratio hash scaled to [0, requests), not the remainder, for at 2, 10 or 50 requests and 1 % that
-    would leave out every second one."""
+    """(how many, from which) requests go to full depth at this step: `ppm` millionths of them, or of ENOUGH if they are
+    more, spread over the steps that are multiples of EVERY without a remainder lost and starting at a place that
+    depends on the step number alone: its golden-ratio hash scaled to [0, requests), not the remainder, for at 2, 10 or
+    50 requests and 1 % that would leave out every second one."""
     n = requests.to(tl.int64)
-    share = n * ppm * EVERY
+    share = tl.minimum(n, _ENOUGH) * ppm * EVERY
     turn = step // EVERY
     count = tl.where(step % EVERY == 0, (turn + 1) * share // _PPM - turn * share // _PPM, 0)
     return tl.minimum(count, n), (step * 2654435761 % 4294967296) * n >> 32

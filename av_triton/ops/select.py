@@ -22,6 +22,7 @@ import triton.language as tl
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops.segmented_topk import (
     _FORCED,
+    ENOUGH,
     admit,
     admit_reference,
     explored_rows,
@@ -240,7 +241,7 @@ def select(
 
 def explored_rows_reference(step: int, requests: int, ppm: int, every: int = 1) -> tuple[int, int]:
     """`explored_rows` on the host: (how many, from which)."""
-    share, turn = requests * ppm * every, step // every
+    share, turn = min(requests, ENOUGH) * ppm * every, step // every
     count = 0 if step % every else (turn + 1) * share // 1_000_000 - turn * share // 1_000_000
     return min(count, requests), step * 2654435761 % 4294967296 * requests >> 32
 

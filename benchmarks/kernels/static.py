@@ -76,11 +76,12 @@ def _score_arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 
 def score(target: str) -> Iterator[Static]:
-    """The score alone, with the argmax, and with a drawn token."""
+    """The score alone, its feature with the entropy, and the score with the argmax and with a drawn token."""
     logits, *others = _score_arguments()
     seeds = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     for name, run in (
         ("score, ours", partial(av.score_logits, logits, *others)),
+        ("feature and entropy, ours", partial(av.logit_max_and_entropy, logits)),
         ("score and argmax, ours", partial(av.sample_and_score, logits, None)),
         ("score and draw, ours", partial(av.sample_and_score, logits, seeds)),
     ):

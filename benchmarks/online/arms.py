@@ -13,7 +13,7 @@ import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings
 from benchmarks.peers.adaptive_rule import PeerRule
-from benchmarks.traces.quality import accepted_before_rejection, logits_for
+from benchmarks.traces.quality import accepted_before_rejection, drafts_for, logits_for
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -26,7 +26,8 @@ class Step:
 
     features: float32 [B, K], logit(q_max). alpha: float32 [B, K], exact acceptance probabilities. uniform: float32
     [B, K]; a draft is accepted where it is below alpha. greedy, fresh: bool [B], the request's kind, and whether it is
-    new in this step. cluster: int64 [B], what the row's drafts came from (a prompt).
+    new in this step. cluster: int64 [B], what the row's drafts came from (a prompt). hidden: float32 [B, K, d], the
+    drafter's hidden states, and log_q: float32 [B, K], log-probabilities of the drafts; where they are known.
     """
 
     features: Floats
@@ -35,6 +36,8 @@ class Step:
     greedy: Mask
     fresh: Mask
     cluster: Integers
+    hidden: Floats | None = None
+    log_q: Floats | None = None
 
     def accepted(self, admitted: Integers | None = None) -> Integers:
         """int64 [B], drafts before the first rejection among the `admitted` ones (None: all)."""
@@ -59,7 +62,8 @@ class Ours:
     """`AdaptiveVerifier`, fed by its public interface.
 
     cost: None: the settings' fixed budget. theta: float64 [1 + K], coefficients that stay as they are; None: learned.
-    With `Settings.lag` the budget is the proposal of so many steps before, as in an overlapped runtime.
+    With `Settings.lag` the budget is the proposal of so many steps before, as in an overlapped runtime. hidden_size: of
+    the steps' hidden states, for a head, which is then taught exact labels as well; None: no head, and verdicts.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Ours:
         settings: Settings,
         cost: CostTable | None = None,
         theta: npt.NDArray[np.float64] | None = None,
+        hidden_size: int | None = None,
     ) -> None:
-        self.verifier = AdaptiveVerifier(requests, positions, cost=cost, settings=settings)
+        self.verifier = AdaptiveVerifier(requests, positions, cost=cost, settings=settings, hidden_size=hidden_size)
+        self.exact: torch.Tensor | None = None
         self.settings, self.learns = settings, theta is None
         self.slots = torch.arange(requests)
         self.depth = self.positions = positions
@@ -88,7 +94,7 @@ class Ours:
             self.verifier.reset(torch.from_numpy(new), strata)
         depth = self.depth
         if depth:
-            self.p[:, :depth] = self.verifier.score(logits_for(step.features[:, :depth]), self.slots).numpy()
+            self.p[:, :depth] = self._score(step, depth).numpy()
         budget = self.proposals.pop(0) if self.settings.lag else None
         plan = self.verifier.plan(self.slots, torch.full_like(self.slots, depth), budget=budget)
         if self.settings.lag:
@@ -97,9 +103,18 @@ class Ours:
             self.depth = int(plan.draft_depth)
         return plan.admitted.numpy().astype(np.int64), depth
 
+    def _score(self, step: Step, depth: int) -> torch.Tensor:
+        features = step.features[:, :depth]
+        if self.verifier.estimator.hidden_size is None or step.hidden is None or step.log_q is None:
+            return self.verifier.score(logits_for(features), self.slots)
+        self.exact = torch.from_numpy(step.alpha)
+        logits, tokens = drafts_for(features, step.log_q[:, :depth])
+        hidden = torch.from_numpy(np.ascontiguousarray(step.hidden[:, :depth]))
+        return self.verifier.score(logits, self.slots, tokens=tokens, hidden=hidden)
+
     def observe(self, accepted: Integers, admitted: Integers) -> None:
         if self.learns:
-            self.verifier.observe(self.slots, torch.from_numpy(accepted))
+            self.verifier.observe(self.slots, torch.from_numpy(accepted), acceptance=self.exact)
 
 
 class Peer:

@@ -12,11 +12,12 @@ from scipy.special import expit
 
 from av_triton import CostTable
 from benchmarks.online.arms import Step
-from benchmarks.traces.quality import WORKLOADS, Trace
+from benchmarks.traces.quality import Trace, workload_name
 
 ROWS, POSITIONS = 64, 5  # of the synthetic streams
 LIFETIME = 60  # steps of a synthetic request, on average
 PEER_CYCLE = 100
+GOLDEN = 0.618034  # its multiples modulo 1 keep apart
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class Scenario:
 
 
 def replayed(trace: Trace, seed: int, rows: int | None = None, first_cluster: int = 0) -> Iterator[Step]:
-    """The trace over and over from a random step, with verdicts drawn anew. Every pass has the next `rows` rows (None:
-    all), as new requests."""
+    """The trace over and over, with verdicts drawn anew. Every pass has the next `rows` rows (None: all), as new
+    requests. Every seed begins at another step: all that differs where the trace is greedy."""
     rng = np.random.default_rng(seed)
     steps, recorded, _ = trace.features.shape
     rows = rows or recorded
     greedy = np.full(rows, trace.greedy)
-    for number, at in enumerate(itertools.count(int(rng.integers(steps)))):
+    start = int(steps * (GOLDEN * seed % 1))
+    for number, at in enumerate(itertools.count(start)):
         passes, place = divmod(at, steps)
         row = (passes * rows + np.arange(rows)) % recorded
         features, alpha = trace.features[place, row], trace.alpha[place, row]
@@ -62,7 +64,7 @@ def together(*streams: Iterator[Step]) -> Iterator[Step]:
     """The rows of several streams in one batch."""
     for steps in zip(*streams, strict=True):
         columns = zip(*(vars(step).values() for step in steps), strict=True)
-        yield Step(*(np.concatenate(column) for column in columns))
+        yield Step(*(None if column[0] is None else np.concatenate(column) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,6 @@ THIRD_ONE_HOT = replace(EASY, one_hot=1 / 3)
 RISING = CostTable(draft=[(1, 1.0)], verify=[(1, 2.05), (1024, 53.2)])
 
 
-def workload(trace: Trace) -> str:
-    return WORKLOADS[int(trace.workload[0, 0])]
-
-
 def all_of(traces: list[Trace], steps: int) -> list[Scenario]:
     """All scenarios that the traces allow; `steps`: of a cold start."""
     found = []
@@ -133,7 +131,7 @@ def all_of(traces: list[Trace], steps: int) -> list[Scenario]:
             add(f"budget {share:.0%}: {trace.name}", lambda seed, t=trace: take(replayed(t, seed), steps), budget=share)
     for a, b in itertools.permutations(traces, 2):
         same = a.name.replace("gsm8k", "humaneval") == b.name
-        if same and workload(a) == "gsm8k":
+        if same and workload_name(int(a.workload[0, 0])) == "gsm8k":
             add(
                 f"switch: {a.name} to humaneval",
                 lambda seed, a=a, b=b: switched(replayed(a, seed), replayed(b, seed + 1, first_cluster=1000), seed),

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from av_triton import CostTable
 from benchmarks import results
-from benchmarks.serving import models
+from benchmarks.serving import launch, models
 from benchmarks.serving.engine import Turn
 from benchmarks.serving.points import (
     ADAPTIVE,
@@ -47,7 +47,6 @@ from benchmarks.serving.points import (
     pareto_front,
     ratio,
 )
-from tests.integrations.sglang.cpu_engine.attention_name import NAME
 from tests.integrations.sglang.cpu_engine.client import ForkServer
 from tests.integrations.sglang.runs import LOGIT_TOLERANCE
 
@@ -58,9 +57,8 @@ ROOT = Path(__file__).parents[2]
 # What the measured times depend on; the tables do not.
 SOURCES = (
     "av_triton", "integrations", "tests/integrations/sglang/cpu_engine", "benchmarks/serving/engine.py",
-    "benchmarks/serving/models.py",
+    "benchmarks/serving/launch.py", "benchmarks/serving/models.py", "benchmarks/serving/points.py",
 )  # fmt: skip
-TRIMMING = (ADAPTIVE, PROFILED)
 BYPASSED, BYPASS_LOSS = (1, 2), 0.02
 # Verification is compute-bound where all drafts cost the target at least so many times what none cost.
 COMPUTE_BOUND = 1.5
@@ -74,8 +72,8 @@ SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these
 is no arm here, for there is no trained EAGLE drafter for this target.
 
 "adaptive" plans by the step costs that the server measures when it starts, "profiled" by costs fitted to the steps of
-the fixed arms in the first pass. Every engine had served all prompts once before what is measured. The arms of a table
-took turns at every concurrency, in every other pass backwards.
+the fixed arms in the first pass. Every engine had served the same prompts once before what is measured, so prompts are
+cached and coefficients learned. The arms of a table took turns at every concurrency, in every other pass backwards.
 
 Ratios are of tokens per CPU second, means over the passes [lowest, highest pass]. "over fixed": over the same fixed
 length, "by the clock" the same in tokens/s; the best fixed length is in brackets. "all / none": what all drafts cost
@@ -146,52 +144,16 @@ QUICK = Plan(
 )
 FULL = Plan(
     groups=(
-        without("DFLASH") + group("DFLASH", (1, 2, 3), 3, ADAPTIVE, PROFILED),
-        group("DFLASH", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
-        without("STANDALONE") + group("STANDALONE", (1, 2), 2, ADAPTIVE, PROFILED),
-        group("STANDALONE", (3, 4), 4, ADAPTIVE, PROFILED),
-        without("DSPARK") + group("DSPARK", (1, 2, 3), 3, ADAPTIVE, PROFILED),
-        group("DSPARK", (4, 5, 6, 7), 7, ADAPTIVE, PROFILED),
+        without("DFLASH") + group("DFLASH", range(1, 8), 7, ADAPTIVE, PROFILED),
+        without("STANDALONE") + group("STANDALONE", range(1, 5), 4, ADAPTIVE, PROFILED),
+        without("DSPARK") + group("DSPARK", range(1, 8), 7, ADAPTIVE, PROFILED),
     ),
     requests={1: 2, 2: 4, 4: 4, 8: 8, 16: 16, 32: 32},
-    length=48,
+    length=32,
     warm_up=16,
-    passes=4,
+    passes=2,
 )
 FORMS = {"Full form": FULL, "Quick form": QUICK}
-
-
-def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str, Any]:
-    """Of `sglang.Engine`. kept: folder of what an adaptive arm takes over from one pass to the next. highest:
-    concurrency."""
-    engine: dict[str, Any] = {
-        "model_path": str(models.target(checkpoints)),
-        "max_running_requests": highest,
-        "max_total_tokens": 12288,
-        "log_level": "warning",
-        "sleep_on_idle": True,  # other engines work meanwhile
-    }
-    if arm.kind == PLAIN:
-        return engine
-    engine |= {
-        "speculative_algorithm": arm.drafter,
-        "speculative_draft_model_path": str(models.drafter(checkpoints, arm.drafter)),
-        "speculative_num_draft_tokens": arm.length + 1,
-    }
-    if arm.drafter == "STANDALONE":
-        engine |= {"speculative_num_steps": arm.length, "speculative_eagle_topk": 1}
-    if arm.drafter == "DSPARK":
-        engine["speculative_dspark_block_size"] = arm.length
-    if arm.kind in TRIMMING:
-        engine["enable_adaptive_verification"] = True
-        engine["adaptive_verification_config"] = {
-            "cost_cache" if arm.kind == ADAPTIVE else "cost_table": str(kept / f"{arm} costs"),
-            "coefficients": str(kept / f"{arm} coefficients.json"),
-            "save_interval": 20,
-            "settings": {"refit_interval": 8},  # the runs are short
-            "ragged_backends": [NAME],
-        }
-    return engine
 
 
 def digest() -> str:
@@ -227,7 +189,7 @@ class Bench:
         return [point for key, point in load(self.store).items() if key in wanted]
 
     def engine(self, arm: Arm) -> dict[str, Any]:
-        return keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
+        return launch.keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
 
     def measure(self, drafters: Sequence[str] = ()) -> None:
         """All that is missing, one engine at work at a time, under a progress bar. drafters: only with these."""
@@ -364,7 +326,7 @@ class Results:
 
     def adaptive(self) -> list[tuple[Arm, int]]:
         """(arm, concurrency)"""
-        return [(arm, each) for arm in self.arms if arm.kind in TRIMMING for each in self.concurrencies(arm)]
+        return [(arm, each) for arm in self.arms if arm.kind in launch.TRIMMING for each in self.concurrencies(arm)]
 
     def figures(self, arm: Arm, concurrency: int) -> Figures:
         return Figures.of(self.points[arm, concurrency])
@@ -452,25 +414,26 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
 
 
 def depth_rows(found: Results) -> tuple[list[str], Rows]:
-    """What drafting takes of the step of an autoregressive drafter, and how much of it was for trimmed drafts."""
+    """What drafting to the planned depth takes of a step, against the fixed arm, which always drafts all positions."""
     rows = []
     for arm, concurrency in found.adaptive():
         if arm.drafter == "STANDALONE":
             figures = found.figures(arm, concurrency)
             admitted = figures.verified_per_token * figures.accept_length - 1
-            drafting = figures.step_ms - figures.target_ms
+            same = arm._replace(kind=FIXED)
+            whole = found.figures(same, concurrency) if (same, concurrency) in found.points else None
             rows.append(
                 [
                     str(arm),
                     str(concurrency),
-                    f"{figures.step_ms:.1f}",
-                    f"{drafting:.1f}",
                     f"{admitted:.2f}",
-                    f"{drafting * (1 - admitted / arm.length):.1f}",
+                    f"{figures.step_ms - figures.target_ms:.1f}",
+                    "" if whole is None else f"{whole.step_ms - whole.target_ms:.1f}",
+                    _text(found.ratio(arm, same, concurrency)),
                     _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
                 ]
             )
-    columns = ["arm", "at a time", "step ms", "drafting ms", "verified drafts", "trimmed drafts ms", "over plain"]
+    columns = ["arm", "at a time", "verified drafts", "rest ms", "rest ms, fixed", "over fixed", "over plain"]
     return columns, rows
 
 
@@ -482,6 +445,10 @@ def _text(value: Ratio | None) -> str:
     return "" if value is None else str(value)
 
 
+def compute_bound(found: Results, arm: Arm, concurrency: int) -> bool:
+    return found.costs.growth(arm, concurrency) >= COMPUTE_BOUND
+
+
 def verdicts(found: Results) -> dict[str, list[str]]:
     """Every case of what is wanted (see `claims`): "held" or "missed" where all passes say so, else "open"."""
     lines: dict[str, list[str]] = {"missed": [], "open": [], "held": []}
@@ -489,7 +456,7 @@ def verdicts(found: Results) -> dict[str, list[str]]:
         cases = []
         if concurrency in BYPASSED:
             cases.append((arm._replace(kind=FIXED), 1 - BYPASS_LOSS))
-        if found.costs.growth(arm, concurrency) >= COMPUTE_BOUND:
+        if compute_bound(found, arm, concurrency):
             cases.append((found.best_fixed(arm, concurrency), 1.0))
         for other, least in cases:
             value = found.ratio(arm, other, concurrency)
@@ -506,6 +473,7 @@ def claims(found: Results) -> str:
         f"what none cost, or more) no fixed length is faster; at 1 and 2 requests at least {1 - BYPASS_LOSS} of the "
         "same fixed length.\n",
         *(f"- {line}" for line in wrong),
+        *([] if any(compute_bound(found, *each) for each in found.adaptive()) else ["- Nowhere compute-bound here."]),
         *(f"- {state}: {line}" for state, of_state in verdicts(found).items() for line in of_state),
     ]
     return "\n".join(lines) + "\n"
@@ -587,8 +555,9 @@ def page(form: str, found: Results) -> str:
     columns, rows = depth_rows(found)
     if rows:
         parts += [
-            "What an autoregressive drafter costs per step (medians). Verified drafts are per request; the drafting of "
-            "trimmed ones is what a draft depth would save that the engine follows:\n",
+            "What an autoregressive drafter costs: the engine leaves out its forwards beyond the planned depth. "
+            "Verified drafts are per request; the rest of a step is drafting and scheduling (medians), beside that of "
+            "the fixed arm, which drafts all positions:\n",
             results.table(columns, rows),
         ]
     for drafter in found.drafters:

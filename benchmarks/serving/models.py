@@ -1,5 +1,6 @@
 """Checkpoints in SGLang's form: SmolLM2-135M-Instruct (fp32) as the target, and drafters for it."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,15 @@ PARTS = dict(
         strict=True,
     )
 )  # fmt: skip
+
+
+def current(folder: Path) -> Path:
+    """Below `folder`, where checkpoints of the present sources are: of this file, and of the demo's layers, drafter and
+    prompts."""
+    parts = hashlib.sha256(repr(LAYER_SKIP).encode())
+    for path in (Path(__file__), *sorted(shipped("drafter").iterdir()), shipped("prompts", "prompts.jsonl")):
+        parts.update(path.read_bytes())
+    return folder / parts.hexdigest()[:12]
 
 
 def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -92,10 +102,10 @@ def _dspark(path: Path) -> None:
 
 def target(folder: Path) -> Path:
     """The target and STANDALONE's drafter below `folder`, written at the first call; returns the target's path."""
-    path = folder / "target"
+    path = current(folder) / "target"
     if not (path / "config.json").exists():
         shape, weights = load_weights("cpu")
-        _llama(folder / "standalone", shape, weights, LAYER_SKIP)
+        _llama(path.with_name("standalone"), shape, weights, LAYER_SKIP)
         _llama(path, shape, weights, range(shape.layers))
     return path
 
@@ -107,7 +117,7 @@ def drafter(folder: Path, algorithm: str) -> Path:
         return target(folder).with_name("standalone")
     if algorithm == "DFLASH":
         return shipped("drafter")
-    path = folder / "dspark"
+    path = current(folder) / "dspark"
     if not (path / "config.json").exists():
         _dspark(path)
     return path
@@ -115,8 +125,9 @@ def drafter(folder: Path, algorithm: str) -> Path:
 
 def prompts(folder: Path, count: int) -> list[list[int]]:
     """The demo's first prompts in the target's chat template, as token ids; kept below `folder`."""
-    path = folder / "prompts.json"
+    path = current(folder) / "prompts.json"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         texts = read_prompts(shipped("prompts", "prompts.jsonl"))
         path.write_text(json.dumps(encode(load_tokenizer(), texts)))
     ids: list[list[int]] = json.loads(path.read_text())

@@ -12,6 +12,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from av_triton import CostTable
+from benchmarks.resume import append_line, whole_lines
 
 PLAIN, FIXED, ADAPTIVE, PROFILED = "plain", "fixed", "adaptive", "profiled"
 
@@ -68,19 +69,15 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 def load(path: Path) -> dict[tuple[object, ...], Point]:
     """Finished points by key, the first of each; a last line that was cut off is left out."""
     points: dict[tuple[object, ...], Point] = {}
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        if line.endswith(b"\n"):
-            point = msgspec.json.decode(line, type=Point)
-            points.setdefault(point.key, point)
+    for line in whole_lines(path):
+        point = msgspec.json.decode(line, type=Point)
+        points.setdefault(point.key, point)
     return points
 
 
 def append(path: Path, point: Point) -> None:
     """Add a point to the file, after its last whole line."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(msgspec.json.encode(point) + b"\n")
+    append_line(path, msgspec.json.encode(point))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from benchmarks.traces.quality import Trace
 Floats = npt.NDArray[np.float64]
 
 LIFETIME = 60  # steps of a request, on average
+AUTOREGRESSIVE, BLOCK = ("A", "layer-skip"), ("B", "block")  # pairs of traces (benchmarks/traces/README.md)
 CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 1025, 32)]
 
 
@@ -65,7 +66,9 @@ def traffic(trace: Trace, requests: int, steps: int, seed: int) -> Iterator[Step
     fresh, greedy = np.ones(requests, bool), np.full(requests, trace.greedy)
     for _ in range(steps):
         uniform = rng.random((requests, positions), np.float32)
-        yield Step(trace.features[at, row], trace.alpha[at, row], uniform, greedy, fresh, row.copy())
+        hidden = None if trace.hidden is None else trace.hidden[at, row]
+        log_q = trace.extra["log_q_sampled"][at, row].astype(np.float32) if "log_q_sampled" in trace.extra else None
+        yield Step(trace.features[at, row], trace.alpha[at, row], uniform, greedy, fresh, row.copy(), hidden, log_q)
         at = (at + 1) % length
         fresh = rng.random(requests) < 1 / LIFETIME
         count = int(fresh.sum())
@@ -118,10 +121,11 @@ class Server:
         share = depth / self.positions if self.settings.autoregressive else float(depth > 0)
         return draft_ms * share + float(verify_ms[drafts])
 
-    def ours(self, theta: Floats | None = None) -> Ours:
-        """Learning, or with the coefficients of an offline fit."""
+    def ours(self, theta: Floats | None = None, head: bool = False) -> Ours:
+        """Learning, or with the coefficients of an offline fit. head: on the trace's hidden states."""
         table = self.planned or self.deployment.table
-        return Ours(self.requests, self.positions, self.settings, table, theta)
+        size = self.trace.hidden.shape[-1] if head and self.trace.hidden is not None else None
+        return Ours(self.requests, self.positions, self.settings, table, theta, size)
 
     def peer(self) -> Peer:
         draft_ms, verify_ms = self.costs(self.planned or self.deployment.table)
@@ -139,12 +143,13 @@ class Server:
         return 1e3 * tokens / milliseconds
 
     def choices(self, step: Step) -> tuple[Floats, Floats]:
-        """(tokens, ms) of the best `n` drafts by true survival, for every n and every depth the drafter may take."""
+        """(tokens, ms) of the best `n` drafts by true survival, for every n and every depth the drafter may take, 0 for
+        no drafting among them."""
         s = survival(step)
         order = np.argsort(-s, axis=None, kind="stable")
         ranked, position = s.ravel()[order], order % self.positions
         tokens, milliseconds = [], []
-        for depth in range(self.positions + 1) if self.settings.autoregressive else (self.positions,):
+        for depth in range(self.positions + 1) if self.settings.autoregressive else (0, self.positions):
             gained = np.concatenate(([0.0], np.cumsum(ranked[position < depth])))
             tokens.append(self.requests + gained)
             milliseconds.append(self.milliseconds(depth, 0) - self.true_costs[1][0] + self.true_costs[1][: len(gained)])
@@ -153,9 +158,9 @@ class Server:
     def oracle(self, steps: Sequence[Step], tolerance: float = 1e-9) -> tuple[float, float]:
         """Tokens per second where the true survivals of the current step are known; neither is lossless.
 
-        (at most: no choice of drafts serves more over all these steps, for every step maximises tokens - rate * ms at
-        the best rate there is (Dinkelbach's iteration); step by step: tokens / ms of each step alone, the planner's
-        criterion).
+        (at most: no choice of drafts, or of none, serves more over all these steps, for every step maximises
+        tokens - rate * ms at the best rate there is (Dinkelbach's iteration); step by step: tokens / ms of each step
+        alone, the planner's criterion).
         """
         picks = []
         for step in steps:
@@ -175,8 +180,14 @@ class Server:
 
 
 def settings_for(trace: Trace) -> Settings:
-    """A_*: an autoregressive drafter, which pays per position; B_*: a block drafter (benchmarks/traces/README.md)."""
-    return Settings(autoregressive=trace.name.startswith("A"))
+    """By the trace's pair: an autoregressive drafter pays per position. ValueError where the pair is not known."""
+    pair = trace.name.partition("_")[0]
+    if pair not in AUTOREGRESSIVE + BLOCK:
+        raise ValueError(
+            f"{trace.name}: whether drafter {pair!r} pays per position is not known; let the trace's name begin with "
+            f"one of {', '.join(AUTOREGRESSIVE)} (it does) and {', '.join(BLOCK)} (it does not), and _"
+        )
+    return Settings(autoregressive=pair in AUTOREGRESSIVE)
 
 
 def misjudged(table: CostTable, factor: float) -> CostTable:

@@ -3,7 +3,7 @@
     python -m benchmarks.traces.collect [--out build/traces]
 
 One .npz per drafter, workload and temperature (format: README.md). A trace that is there already is kept, so the same
-command goes on where it was stopped.
+command goes on where it was stopped. `settings.json` beside them says with which options they were made.
 """
 
 import json
@@ -228,6 +228,12 @@ def main(
 ) -> None:
     """Traces of two drafters on four workloads at temperatures 0, .7 and 1 (target top-p .95), every draft verified."""
     out.mkdir(parents=True, exist_ok=True)
+    settings = {"labels": labels, "batch": batch, "max_new": max_new, "draft_vocab": draft_vocab, "seed": seed}
+    kept = out / "settings.json"
+    if kept.exists() and (made := json.loads(kept.read_text())) != settings:
+        console.print(f"{out} has traces made with {made}, not {settings}: give another --out", style="red")
+        raise typer.Exit(2)
+    kept.write_text(json.dumps(settings))
     bar = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with torch.inference_mode(), Progress(TextColumn("{task.description}"), *bar, console=console) as progress:
 

@@ -18,18 +18,18 @@ from sklearn.model_selection import GroupKFold
 from benchmarks import intervals
 from benchmarks.intervals import Interval
 from benchmarks.traces.quality import (
-    BINS,
-    WORKLOADS,
     Floats,
     Integers,
     Mask,
     area_under_curve,
+    bin_of,
     calibration_error,
     load,
     log_losses,
     logistic_fit,
     shared_slope,
     sigmoid,
+    workload_name,
 )
 
 FOLDS = 5
@@ -71,7 +71,7 @@ class Drafts:
         cluster = (trace.workload[..., None] << 16) + grids.pop("prompt", rows)
         return cls(
             pair=name[1],
-            workload=", ".join(WORKLOADS[code] for code in sorted(set(trace.workload.flat))),
+            workload=", ".join(workload_name(code) for code in sorted(set(trace.workload.flat))),
             temperature=name[3],
             positions=len(k),
             position=np.broadcast_to(k, labelled.shape)[labelled],
@@ -281,7 +281,7 @@ class Group:
             p = self.predicted.get(name)
             if p is None:
                 continue
-            place = np.minimum((p * BINS).astype(np.int64), BINS - 1)
+            place = bin_of(p)
             for i in np.unique(place):
                 inside = self.drafts.where(place == i)
                 seen = intervals.of_mean(inside.observed, inside.cluster)

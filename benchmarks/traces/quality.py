@@ -7,6 +7,7 @@ passes are drawn anew from the exact acceptance probabilities, for the traces ar
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ COLUMNS = ("workload", "row", "step", "pos", "f", "alpha", "accept")
 WORKLOADS = ("gsm8k", "humaneval", "mt-bench", "specbench-sum", "vicuna", "summaries")
 EXTRA = ("prompt", "is_top1", "log_q_sampled", "entropy", "gap")
 BINS = 15
+NEARLY = 2e-3  # this close to the most likely token, a draft is it: traces may have half precision
 SMALLEST = 1e-7  # probabilities are kept this far from 0 and 1 in a log-loss
 
 
@@ -37,7 +39,7 @@ class Trace:
     features: float32 [T, B, K], logit(q_max). alpha: float32 [T, B, K], exact acceptance probabilities.
     accepted: int64 [T, B], recorded verdicts. workload: int64 [T, B]. greedy: the drafts were the most likely tokens.
     head: float32 [T, B, K], log-odds of a trained confidence head, where the trace has them. extra: [T, B, K] by name,
-    those of EXTRA that the trace has.
+    those of EXTRA that the trace has. hidden: float32 [T, B, K, d], the drafter's last hidden states, if it has them.
     """
 
     name: str
@@ -48,6 +50,20 @@ class Trace:
     greedy: bool
     head: npt.NDArray[np.float32] | None
     extra: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    hidden: npt.NDArray[np.float32] | None = None
+
+    def of_rows(self, rows: slice) -> "Trace":
+        """These rows alone."""
+        return replace(
+            self,
+            features=self.features[:, rows],
+            alpha=self.alpha[:, rows],
+            accepted=self.accepted[:, rows],
+            workload=self.workload[:, rows],
+            head=None if self.head is None else self.head[:, rows],
+            extra={name: values[:, rows] for name, values in self.extra.items()},
+            hidden=None if self.hidden is None else self.hidden[:, rows],
+        )
 
     def in_batches(self, rows: int) -> "Trace":
         """The same drafts with `rows` rows per step, one group of rows after the other; rows left over are dropped."""
@@ -68,7 +84,12 @@ class Trace:
             workload=regroup(self.workload),
             head=None if self.head is None else regroup(self.head),
             extra={name: regroup(values) for name, values in self.extra.items()},
+            hidden=None if self.hidden is None else regroup(self.hidden),
         )
+
+
+def workload_name(code: int) -> str:
+    return WORKLOADS[code] if code < len(WORKLOADS) else str(code)
 
 
 def accepted_before_rejection(verdicts: Mask) -> Integers:
@@ -88,14 +109,18 @@ def load(path: Path) -> Trace:
         if missing:
             raise ValueError(f"{path}: no column {', '.join(missing)}; benchmarks/traces/README.md has the format")
         columns = {name: file[name] for name in (*COLUMNS, "conf", *EXTRA) if name in file.files}
-    order = np.lexsort((columns["pos"], columns["row"], columns["step"]))
-    steps, rows, positions = (len(np.unique(columns[name])) for name in ("step", "row", "pos"))
-    if len(order) != steps * rows * positions:
+        hidden = hidden_states(file)
+    axes = [np.unique(columns[name], return_inverse=True) for name in ("step", "row", "pos")]
+    shape = tuple(len(values) for values, _ in axes)
+    place = np.ravel_multi_index([index for _, index in axes], shape)
+    different = len(np.unique(place))
+    if not len(place) == different == math.prod(shape):
         raise ValueError(
-            f"{path}: {len(order)} entries for {steps} steps x {rows} rows x {positions} positions; "
-            "record every row and position in every step"
+            f"{path}: {len(place)} entries, {different} of them different, for {shape[0]} steps x {shape[1]} rows x "
+            f"{shape[2]} positions; record every row and position in every step, once"
         )
-    grid = {name: values[order].reshape(steps, rows, positions) for name, values in columns.items()}
+    order = np.argsort(place)
+    grid = {name: values[order].reshape(shape) for name, values in columns.items()}
     if not (np.isfinite(grid["f"]).all() and (grid["alpha"] >= 0).all() and (grid["alpha"] <= 1).all()):
         raise ValueError(f"{path}: f must be finite and alpha within 0 to 1")
     return Trace(
@@ -107,7 +132,16 @@ def load(path: Path) -> Trace:
         greedy=path.stem.endswith("_T0"),
         head=grid.get("conf"),
         extra={name: grid[name] for name in EXTRA if name in grid},
+        hidden=None if hidden is None else hidden[order].reshape(*shape, -1),
     )
+
+
+def hidden_states(file: Any) -> npt.NDArray[np.float32] | None:
+    """float32 [n, d] of an .npz file: `hid`, or where that is of integers `hid` * `hid_step` + `hid_mean`."""
+    if "hid" not in file.files:
+        return None
+    hidden: npt.NDArray[np.float32] = file["hid"].astype(np.float32)
+    return hidden * file["hid_step"] + file["hid_mean"] if "hid_step" in file.files else hidden
 
 
 def logits_for(features: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -120,6 +154,22 @@ def logits_for(features: npt.NDArray[np.float32]) -> torch.Tensor:
     logits = torch.zeros(*features.shape, others + 1)
     logits[..., 1:] = torch.from_numpy(-features - np.float32(np.log(others)))[..., None]
     return logits
+
+
+def drafts_for(features: npt.NDArray[np.float32], log_q: npt.NDArray[np.float32]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `logits_for`, with one token more, and the drawn tokens, int64 [...], whose log-probability is log_q."""
+    f, q = features.astype(np.float64), log_q.astype(np.float64)
+    complement, drawn = np.exp(-f), np.exp(q + np.logaddexp(0.0, -f))  # over the maximum's
+    top = drawn >= 1 - NEARLY
+    drawn = np.minimum(drawn, complement)
+    rest = np.maximum(complement - np.where(top, 0.0, drawn), 0.0)
+    others = max(1, int(np.ceil(rest.max(initial=0.0))))
+    logits = torch.full((*features.shape, others + 2), -torch.inf)
+    logits[..., 0] = 0.0
+    with np.errstate(divide="ignore"):
+        logits[..., 1] = torch.from_numpy(np.where(top, -np.inf, np.log(drawn)))
+        logits[..., 2:] = torch.from_numpy(np.log(rest / others))[..., None]
+    return logits, torch.from_numpy((~top).astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -164,12 +214,6 @@ class Labels:
     observed: Floats
     online: Floats
     head: Floats | None
-
-    def where(self, mask: Mask) -> "Labels":
-        head = None if self.head is None else self.head[mask]
-        return Labels(
-            self.feature[mask], self.position[mask], self.workload[mask], self.observed[mask], self.online[mask], head
-        )
 
 
 def replay(
@@ -258,9 +302,14 @@ def area_under_curve(p: Floats, observed: Floats) -> float:
     return float((hits * (below + misses / 2)).sum() / pairs) if pairs else float("nan")
 
 
+def bin_of(p: Floats) -> Integers:
+    """int64 [n]: which of the 15 bins of equal width holds p."""
+    return np.minimum((p * BINS).astype(np.int64), BINS - 1)
+
+
 def reliability(p: Floats, observed: Floats) -> Iterator[tuple[float, float, int]]:
     """(mean predicted, share observed, count) of each of 15 bins of equal width that holds a draft."""
-    place = np.minimum((p * BINS).astype(np.int64), BINS - 1)
+    place = bin_of(p)
     count = np.bincount(place, minlength=BINS)
     sums = np.bincount(place, p, BINS), np.bincount(place, observed, BINS)
     for n, predicted, seen in zip(count, *sums, strict=True):

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from av_triton import Settings
-from benchmarks.traces.quality import WORKLOADS, Report, load, reliability, replay
+from benchmarks.traces.quality import Report, load, reliability, replay, workload_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,8 +46,7 @@ def workload_table(reports: list[Report]) -> Table:
         for code in sorted(set(report.labels.workload.tolist())):
             inside = report.labels.workload == code
             observed = report.labels.observed[inside]
-            name = WORKLOADS[code] if code < len(WORKLOADS) else str(code)
-            shown = [report.replay.trace.name, name, str(len(observed)), f"{observed.mean():.3f}"]
+            shown = [report.replay.trace.name, workload_name(code), str(len(observed)), f"{observed.mean():.3f}"]
             for predictor, quality in report.quality(inside).items():
                 values = [number(getattr(quality, field)) for field in METRICS.values()]
                 table.add_row(*shown, predictor, *values, end_section=predictor == list(report.predictions)[-1])

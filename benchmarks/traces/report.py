@@ -134,7 +134,10 @@ def coefficients_table(fits: Sequence[Fit]) -> Table:
 
 
 def entropy_table(fits: Sequence[Fit]) -> Table:
-    note = "Pearson's correlation over workloads, between the two columns of the table above."
+    note = (
+        "Pearson's correlation over workloads, between the two columns of the table above. The intervals are over the "
+        "prompts, with the workloads as they are: other workloads may have another correlation."
+    )
     columns = ("traces", "number", "correlation of b1 and entropy")
     return Table("entropy", "First intercept and draft entropy", note, columns, correlation_rows(fits))
 
@@ -199,6 +202,10 @@ def read(folder: Path) -> list[list[Drafts]]:
         groups.setdefault(drafts.group, []).append(drafts)
     if not groups:
         raise ValueError(f"{folder} has no .npz traces: give a folder of them (benchmarks/traces/README.md)")
+    for name, part in groups.items():
+        prompts = len({number for drafts in part for number in drafts.cluster})
+        if prompts < FOLDS:
+            raise ValueError(f"{folder}: {name} has {prompts} prompts, {FOLDS} folds need as many; collect more")
     return list(groups.values())
 
 
@@ -247,7 +254,7 @@ def findings(tables: dict[str, Table]) -> str:
     own = ", ".join(row[0] for row in tables["sharing"].rows if row[6].low > 0) or "none"
     return "\n".join(
         [
-            "Where the interval of the difference excludes 0 (as one in twenty does by chance):\n",
+            "Where the interval of the difference excludes 0 (on this side, as one in forty does by chance):\n",
             f"- another lossless feature ranks better than {ESTIMATOR}: {places('features', 3, 1)};",
             f"- another lossless feature has the lower log-loss: {places('features', 5, -1)};",
             f"- the head ranks better at a position: {places('positions', 6, 1)};",

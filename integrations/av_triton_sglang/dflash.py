@@ -41,7 +41,9 @@ def refuse(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
 def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
     launch = flag.current()
     if launch is not None:
-        step.build(launch, worker.server_args, worker.model_runner, int(worker.block_size) - 1)
+        drafter = worker.draft_model_runner.model_config
+        positions = int(worker.block_size) - 1
+        step.build(launch, worker.server_args, worker.model_runner, positions, hidden_size=int(drafter.hidden_size))
 
 
 def draft(
@@ -81,10 +83,12 @@ def _argmax_and_score(
     rows = max(chunk_size // positions, 1) * positions
     tokens = torch.empty(hidden_states.shape[0], dtype=torch.long, device=hidden_states.device)
     for start in range(0, hidden_states.shape[0], rows):
-        logits = torch.matmul(hidden_states[start : start + rows].to(weight.dtype), weight.T)
+        hidden = hidden_states[start : start + rows]
+        logits = torch.matmul(hidden.to(weight.dtype), weight.T)
         blocks = logits.view(-1, positions, logits.shape[-1])
         if context.ranks.alone:
-            tokens[start : start + rows].view(-1, positions).copy_(context.sample(blocks, start // positions))
+            drafts = context.sample(blocks, start // positions, hidden.view(-1, positions, hidden.shape[-1]))
+            tokens[start : start + rows].view(-1, positions).copy_(drafts)
         else:
             tokens[start : start + rows] = context.score_shard(blocks, first_token, start // positions).view(-1)
     return tokens
@@ -102,7 +106,8 @@ def walk(original: Callable[..., Any], selector: Any, *, candidate_ids: Tensor, 
         before = torch.cat([torch.zeros_like(taken[:, :1]), taken[:, :-1]], 1)
         walked = scores.gather(2, before[:, :, None, None].expand(-1, -1, 1, scores.shape[3]))[:, :, 0]
         # Not from `distributions`, which have no odds where the argmax was taken.
-        step.current().score(walked, temperature=kwargs["temperatures"].masked_fill(kwargs["greedy_mask"], 0.0))
+        drawn_at = kwargs["temperatures"].masked_fill(kwargs["greedy_mask"], 0.0)
+        step.current().score(walked, temperature=drawn_at, tokens=taken)
     return tokens, distributions
 
 

@@ -61,20 +61,23 @@ def no_relay(original: Callable[[], bool]) -> bool:
     return flag.current() is None and original()
 
 
-def score(result: tuple[Tensor, Tensor | None], *, step_temperatures: Tensor, **kwargs: Any) -> None:
+def score(
+    result: tuple[Tensor, Tensor | None], *, step_temperatures: Tensor, draft_hidden: Tensor | None, **kwargs: Any
+) -> None:
     """The logits that the block was sampled from, Markov bias included."""
-    logits = result[1]
+    tokens, logits = result
     if not step.exists():
         return
     if logits is None:
         raise RuntimeError("DSPARK kept no draft logits: unset SGLANG_DSPARK_USE_GREEDY_DRAFT")
-    step.current().score(logits, temperature=step_temperatures)
+    step.current().score(logits, temperature=step_temperatures, tokens=tokens.long(), hidden=draft_hidden)
 
 
 def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
     launch = flag.current()
     if launch is not None:
-        step.build(launch, worker.server_args, worker.model_runner, worker.gamma)
+        hidden_size = int(worker.draft_model_runner.model_config.hidden_size)
+        step.build(launch, worker.server_args, worker.model_runner, worker.gamma, hidden_size=hidden_size)
 
 
 def observe(observers: Any, *, correct_len: Tensor, **kwargs: Any) -> None:

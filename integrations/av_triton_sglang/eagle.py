@@ -2,6 +2,9 @@
 
 Drafts are the argmax; with SGLang's rejection sampling they are drawn, at the temperature of the request.
 
+Every position costs a forward of the drafter. Where they run eagerly, the planner says how deep to go: the forwards
+beyond that are left out, and so are the drafts from verification.
+
 Step by step the drafter's forward gives the logits of positions 1, 2, ...; those of position 0 come from the draft
 extend after the *previous* verification (or prefill) and wait in the verifier under the request's slot. Before the
 target's forward the verify batch is packed; after it the worker gets back what it expects, one row per draft position.
@@ -10,6 +13,7 @@ target's forward the verify batch is packed; after it the worker gets back what 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ _GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 
 def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.speculative.eagle_worker_v2 import get_draft_recurrent_hidden_state_spec
 
     launch = flag.current()
     if launch is None:
@@ -35,30 +40,42 @@ def build(result: None, worker: Any, *args: Any, **kwargs: Any) -> None:
             "a target with linear attention is not supported with the EAGLE worker: its state is committed for one "
             "verify width; leave out --enable-adaptive-verification"
         )
-    positions = worker.speculative_num_draft_tokens - 1
-    step.build(launch, worker.server_args, worker.target_worker.model_runner, positions)
+    hidden_size, _ = get_draft_recurrent_hidden_state_spec(worker.draft_worker.draft_runner)
+    step.build(
+        launch,
+        worker.server_args,
+        worker.target_worker.model_runner,
+        worker.speculative_num_draft_tokens - 1,
+        autoregressive=not launch.config.cuda_graphs,  # a captured drafter always drafts all positions
+        hidden_size=hidden_size,  # None for STANDALONE, which keeps no hidden states
+    )
 
 
 @contextmanager
-def results_of(owner: Any, method: str, see: Callable[[int, Any], None]) -> Iterator[None]:
-    """Shows `see` what every call of the method returns: (how many before it, the result)."""
-    call, counter = getattr(owner, method), itertools.count()
-
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        result = call(*args, **kwargs)
-        see(next(counter), result)
-        return result
-
-    setattr(owner, method, observed)
+def replaced(owner: Any, method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Calls of the owner's method go to the function."""
+    setattr(owner, method, function)
     try:
         yield
     finally:
         delattr(owner, method)
 
 
-def logits_of(runner: Any, see: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-    """Shows `see` the logits of every forward of the draft runner: (how many before it, [rows, V])."""
-    return results_of(runner, "forward", lambda index, out: see(index, out.logits_output.next_token_logits))
+def results_of(owner: Any, method: str, see: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Shows `see` what every call of the method returns."""
+    call = getattr(owner, method)
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        see(result)
+        return result
+
+    return replaced(owner, method, observed)
+
+
+def outputs_of(runner: Any, see: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Shows `see` what every forward of the draft runner puts out, logits and hidden states of its rows."""
+    return results_of(runner, "forward", lambda out: see(out.logits_output))
 
 
 def temperatures(sampling_info: Any) -> Tensor | None:
@@ -72,8 +89,28 @@ def draft(original: Callable[..., Any], drafter: Any, forward_batch: Any) -> Any
     if not step.exists() or forward_batch.forward_mode.is_idle():
         return original(drafter, forward_batch)
     context, drawn_at = step.current(), temperatures(forward_batch.sampling_info)
-    with logits_of(drafter.draft_runner, lambda index, logits: context.score(logits, index + 1, drawn_at)):
+    runner, depth, position = drafter.draft_runner, context.start_drafting(), itertools.count(1)
+    forward = runner.forward
+
+    def to_depth(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        at = next(position)
+        if at >= depth:
+            return _no_forward(batch)
+        result = forward(batch, *args, **kwargs)
+        out = result.logits_output
+        context.score(out.next_token_logits, at, drawn_at, hidden=out.hidden_states)
+        return result
+
+    with replaced(runner, "forward", to_depth):
         return original(drafter, forward_batch)
+
+
+def _no_forward(batch: Any) -> Any:
+    """In place of a drafter's forward whose draft will not be verified: token 0, and the hidden states as they were."""
+    given = batch.spec_info
+    vocabulary = 1 if given.draft_probs is None else given.draft_probs.shape[-1]
+    logits = torch.zeros(batch.batch_size, vocabulary, device=batch.input_ids.device)
+    return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=given.hidden_states))
 
 
 def extend_prefill(original: Callable[..., Any], drafter: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +118,11 @@ def extend_prefill(original: Callable[..., Any], drafter: Any, batch: Any, *args
     if not step.exists() or batch.forward_mode.is_idle():
         return original(drafter, batch, *args, **kwargs)
     context, slots, drawn_at = step.current(), batch.req_pool_indices, temperatures(batch.sampling_info)
-    with logits_of(drafter.draft_runner, lambda _, logits: context.score(logits, 0, drawn_at, slots=slots)):
+
+    def score(out: Any) -> None:
+        context.score(out.next_token_logits, 0, drawn_at, slots=slots, hidden=out.hidden_states)
+
+    with outputs_of(drafter.draft_runner, score):
         return original(drafter, batch, *args, **kwargs)
 
 
@@ -92,11 +133,16 @@ def extend_decode(original: Callable[..., Any], drafter: Any, batch: Any, result
     context, width, drawn_at = step.current(), drafter.speculative_num_draft_tokens, temperatures(batch.sampling_info)
     accepted = result.accept_lens.long()
     last = torch.arange(accepted.numel(), device=accepted.device) * width + accepted - 1
+
+    def score(out: Any, rows: Tensor | slice = slice(None)) -> None:
+        hidden = None if out.hidden_states is None else out.hidden_states[rows]
+        context.score(out.next_token_logits[rows], 0, drawn_at, hidden=hidden)
+
     runner = drafter.cuda_graph_runner_for_draft_extend
     replayed: AbstractContextManager[None] = nullcontext()
     if runner is not None:  # it has taken the last position before the LM head
-        replayed = results_of(runner, "execute", lambda _, out: context.score(out.next_token_logits, 0, drawn_at))
-    with replayed, logits_of(drafter.draft_runner, lambda _, logits: context.score(logits[last], 0, drawn_at)):
+        replayed = results_of(runner, "execute", score)
+    with replayed, outputs_of(drafter.draft_runner, lambda out: score(out, last)):
         return original(drafter, batch, result, **kwargs)
 
 

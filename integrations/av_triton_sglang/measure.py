@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Positions that every made-up request attends to.
 CONTEXT = 512
 REPEATS = 3
+LEAST = 1e-6  # ms: costs are positive
 # Drafting is timed in these decode steps, after one that warms up; they verify all drafts.
 DRAFT_STEPS = 5
 
@@ -59,17 +60,14 @@ class VerifyForward:
         self._runner, self._width, self._hidden_states = runner, width, hidden_states
         self._context = min(CONTEXT, runner.req_to_token_pool.req_to_token.shape[1] - width)
 
-    def __call__(self, tokens: int) -> None:
-        """tokens: at most max_requests * width, on as few requests as can hold them.
-
-        More requests would add the cost of reading their contexts, which a plan does not change.
-        """
+    def __call__(self, tokens: int, requests: int | None = None) -> None:
+        """tokens: at most max_requests * width. requests: at most `tokens`; None: as few as can hold them."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
         from sglang.srt.speculative.dflash_info import DFlashVerifyInput
         from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
         runner, device = self._runner, self._runner.device
-        rows = -(-tokens // self._width)
+        rows = requests or fewest(tokens, self._width)
         lengths = [tokens // rows + (row < tokens % rows) for row in range(rows)]
         # A size that was captured is replayed, others run eagerly.
         layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[tokens])
@@ -107,13 +105,52 @@ class VerifyForward:
             runner.forward(runner.prepare_dummy_forward_batch(batch))
 
 
+def fewest(tokens: int, width: int) -> int:
+    """Requests that can hold so many tokens, `width` each."""
+    return -(-tokens // width)
+
+
+def waiter() -> Callable[[], object]:
+    """Waits for the device, if there is one."""
+    return torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+
+
+def request_cost(forward: Callable[[int, int], None], max_requests: int, width: int) -> float:
+    """Milliseconds that another request costs at equal tokens, for its context is read as well.
+
+    One token of each request, against as many tokens of as few requests as can hold them.
+    """
+    tokens, few, wait = max_requests, fewest(max_requests, width), waiter()
+    if few == max_requests:
+        return 0.0
+
+    def timed(requests: int) -> float:
+        wait()
+        start = time.perf_counter()
+        forward(tokens, requests)
+        wait()
+        return (time.perf_counter() - start) * 1e3
+
+    differences = [timed(max_requests) - timed(few) for _ in range(1 + REPEATS)]
+    return max(statistics.median(differences[1:]), 0.0) / (max_requests - few)
+
+
 def measure_verify(
-    forward: Callable[[int], None], max_tokens: int, captured: Sequence[int] | None = None, progress: bool = True
+    forward: Callable[..., None],
+    max_requests: int,
+    width: int,
+    captured: Sequence[int] | None = None,
+    progress: bool = True,
 ) -> CostTable:
-    """A table whose draft costs are still nothing. captured: tokens of the verify graphs, of which no other size up to
-    the largest can run."""
+    """What verification costs by tokens and, as `draft`, by requests; drafting is not in it yet.
+
+    A plan does not change how many requests there are, so their own cost must not look like a price of tokens.
+
+    forward(tokens, requests): see `VerifyForward`. captured: tokens of the verify graphs, of which no other size up to
+    the largest can run.
+    """
     start = time.perf_counter()
-    sizes = None
+    sizes, max_tokens = None, max_requests * width
     if captured is not None:
         sizes = [*captured, *range(captured[-1] * 2, max_tokens, captured[-1])]
     table = CostTable.measure(
@@ -126,18 +163,24 @@ def measure_verify(
         repeats=REPEATS,
         progress=progress,
     )
+    each = request_cost(forward, max_requests, width)
     logger.info(
-        "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms) in %.1f s.",
-        max_tokens, table.verify[0][1], table.verify[-1][1], time.perf_counter() - start,
+        "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms, %.3f ms of it for each "
+        "request) in %.1f s.",
+        max_tokens, table.verify[0][1], table.verify[-1][1], each, time.perf_counter() - start,
     )  # fmt: skip
-    return table
+    return msgspec.structs.replace(
+        table,
+        draft=[(n, max(each * n, LEAST)) for n in sorted({1, max_requests})],
+        verify=[(n, max(ms - each * fewest(n, width), LEAST)) for n, ms in table.verify],
+    )
 
 
 class DraftClock:
     """Times drafting in the first decode steps: from their begin to the plan, and from the verdicts to their end."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    def __init__(self) -> None:
+        self._wait = waiter()
         self._started = self._running = 0.0
         self._steps: list[float] = []
 

@@ -26,7 +26,9 @@ def layout(context: StepContext, device: Any, runner: Any, drafts: Tensor | None
 
     rows, sizes = context.rows, graphs.captured_sizes(runner, context.rows)
     if sizes is None:
-        lengths = (context.plan(drafts).admitted + 1).tolist()
+        plan = context.plan(drafts)
+        lengths = (plan.admitted + 1).tolist()
+        context.follow(plan)
         size = sum(lengths)
         result = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[size])
     else:
@@ -36,7 +38,7 @@ def layout(context: StepContext, device: Any, runner: Any, drafts: Tensor | None
             budget = min(size - rows, rows * context.num_draft_positions)
         plan = context.plan(drafts, budget)
         result = RaggedVerifyLayout.from_verify_lens_device(verify_lens=plan.admitted + 1, graph_num_tokens=size)
-    context.times.plan(rows, size)
+    context.times.plan(rows, size, context.drafted / context.num_draft_positions)
     context.layout = result
     return result
 

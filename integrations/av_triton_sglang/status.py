@@ -67,6 +67,7 @@ class Reporter:
             "algorithm": context.algorithm,
             "policy": status.policy,
             "backend": status.backend,
+            "additions": list(status.additions),
             "cost": context.cost_source,
             "timed_steps": context.times.timed.steps,
             "measured_ms": context.times.timed.measured,

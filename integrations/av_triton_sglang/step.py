@@ -20,10 +20,14 @@ from av_triton import (
     AdaptiveVerifier,
     CostTable,
     Plan,
+    entropy_from_partial,
+    entropy_partial,
     logit_max_partial,
+    merge_entropy,
     merge_logit_max,
 )
-from av_triton.ops.logit_max import logit_from_partial
+from av_triton.ops.accumulate import OFFSET
+from av_triton.ops.logit_max import INVALID, logit_from_partial
 from av_triton.ops.score import acceptance_score_reference
 from av_triton_sglang import costs, graphs, measure, metrics
 from av_triton_sglang.flag import Launch
@@ -61,6 +65,8 @@ def changes_target(request: Any) -> bool:
 
 class StepContext:
     """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch.
+    autoregressive: the drafter pays per position, and its hooks follow `start_drafting`. hidden_size: of the drafter's
+    last hidden state, if its hooks have it. Several ranks learn no head: their hidden states may differ.
 
     Every rank has one, and calls it alike; files, logs and metrics are rank 0's.
     """
@@ -74,6 +80,8 @@ class StepContext:
         num_slots: int,
         max_rows: int,
         device: str,
+        autoregressive: bool = False,
+        hidden_size: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.config = launch.config
@@ -91,8 +99,9 @@ class StepContext:
                 num_draft_positions,
                 device,
                 cost=cost,
-                settings=msgspec.structs.replace(self.config.settings, lag=LAG),
+                settings=msgspec.structs.replace(self.config.settings, lag=LAG, autoregressive=autoregressive),
                 max_rows=max_rows,
+                hidden_size=hidden_size if self.ranks.alone else None,
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
@@ -100,7 +109,10 @@ class StepContext:
         with self.verifier.device:
             self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
             self._teach = torch.ones(num_slots, dtype=torch.bool)
+            self._drafts = torch.full((max_rows,), num_draft_positions, dtype=torch.int32)
         self.rows = 0
+        # Positions that the next step may draft, and that the running one has drafted.
+        self._depth = self.drafted = num_draft_positions
         # Of the running step: SGLang's RaggedVerifyLayout, accepted drafts that were cut away [B], and where SGLang
         # samples by rejection the acceptance probabilities of the drafts, fp32 [B, K].
         self.layout: Any = None
@@ -134,6 +146,7 @@ class StepContext:
     def begin(self, slots: Tensor) -> None:
         self.times.begin()
         self.rows, self.layout, self.trimmed, self.acceptance = slots.shape[0], None, None, None
+        self.drafted = self.num_draft_positions
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)
         if self._clock is not None:
@@ -150,35 +163,68 @@ class StepContext:
         temperature: Tensor | None = None,
         first: int = 0,
         slots: Tensor | None = None,
+        tokens: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> None:
         """Score the rows of the running step from `first` on, or the requests in `slots`.
 
         logits: [B, K, V], or [B, V] at one position. temperature: fp32 [B] of the drafter, 0 where it took the argmax;
-        None: it always does.
+        None: it always does. tokens: columns of `logits` that were drawn, if they are known. hidden: the drafter's last
+        hidden states [B, K, H] or [B, H], if it has kept them.
         """
         if slots is None:
             slots = self.slots(logits.shape[0], first)
-        self.verifier.score(logits, slots, position, temperature)
+        hidden = self._known(hidden, logits)
+        if temperature is None and tokens is None and self.verifier.estimator.hidden_size is not None:
+            # Their argmax is known by then, and with it the history.
+            self.verifier.sample(logits, slots, position=position, hidden=hidden)
+        else:
+            self.verifier.score(logits, slots, position, temperature, tokens, hidden)
 
-    def sample(self, logits: Tensor, first: int) -> Tensor:
+    def sample(self, logits: Tensor, first: int, hidden: Tensor | None = None) -> Tensor:
         """Argmax drafts, int64 [B, K], of logits [B, K, V] of the rows from `first` on, scored in the same read."""
-        return self.verifier.sample(logits, self.slots(logits.shape[0], first)).tokens
+        slots = self.slots(logits.shape[0], first)
+        return self.verifier.sample(logits, slots, hidden=self._known(hidden, logits)).tokens
+
+    def _known(self, hidden: Tensor | None, logits: Tensor) -> Tensor | None:
+        """The hidden states, where they are those of the logits."""
+        size = self.verifier.estimator.hidden_size
+        if hidden is None or size is None or hidden.shape != (*logits.shape[:-1], size):
+            return None
+        return hidden
 
     def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
-        """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row.
+        """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row, and
+        a fourth where entropies are kept.
 
         logits: [B, K, V / ranks], of the tokens from `first_token` on. Returns the drafts, int64 [B, K].
         """
-        maximum, complement = logit_max_partial(logits)
-        token = (logits.argmax(-1) + first_token).float()  # exact: vocabularies have fewer than 2^24 tokens
-        maxima, complements, tokens = self.ranks.gather(torch.stack([maximum, complement, token])).unbind(1)
-        features = logit_from_partial(*merge_logit_max(maxima, complements))
         slots, state, K = self.slots(logits.shape[0], first), self.verifier.estimator.state, logits.shape[1]
+        parts = logit_max_partial(logits) if state.entropies is None else entropy_partial(logits)
+        token = (logits.argmax(-1) + first_token).float()  # exact: vocabularies have fewer than 2^24 tokens
+        gathered = self.ranks.gather(torch.stack([*parts, token]))
+        maxima, complements, tokens = gathered[:, 0], gathered[:, 1], gathered[:, -1]
+        features = logit_from_partial(*merge_logit_max(maxima, complements))
+        if state.entropies is not None:
+            merged = merge_entropy(maxima, complements, gathered[:, 2])
+            state.entropies[slots, :K] = entropy_from_partial(*merged[1:])
+        if state.gaps is not None:
+            state.gaps[slots, :K] = torch.where(features > INVALID, 0.0, torch.nan)
         strata = state.strata[slots].long()
-        intercepts = state.intercepts[strata, :K] + state.offsets[slots, None]
+        offsets = torch.where(state.gates[OFFSET, strata] > 0, state.offsets[slots], 0.0)
+        intercepts = state.intercepts[strata, :K] + offsets[:, None]
         state.features[slots, :K] = features
         state.scores[slots, :K] = acceptance_score_reference(features, state.slopes[strata][:, None], intercepts)
         return tokens.gather(0, maxima.argmax(0, keepdim=True))[0].long()
+
+    def start_drafting(self) -> int:
+        """Positions to draft in the running step, 1 to K: the first is scored already when an EAGLE worker drafts."""
+        self.drafted = self._depth
+        return self.drafted
+
+    def follow(self, plan: Plan) -> None:
+        """Draft as deep as the plan says from the next step on; waits for the device."""
+        self._depth = max(int(plan.draft_depth), 1)
 
     def plan(self, drafts: Tensor | None = None, budget: int | None = None) -> Plan:
         """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's.
@@ -188,7 +234,10 @@ class StepContext:
         if self._clock is not None:
             self._clock.stop()
         self._agree(drafts)
-        plan = self.verifier.plan(self.slots(self.rows), budget=budget)
+        counts = None
+        if self.drafted < self.num_draft_positions:
+            counts = self._drafts[: self.rows].fill_(self.drafted)
+        plan = self.verifier.plan(self.slots(self.rows), counts, budget=budget)
         self._proposed.append((plan.proposal, self.rows))
         return plan
 
@@ -208,9 +257,11 @@ class StepContext:
         if self.ranks.alone:
             return
         state, slots = self.verifier.estimator.state, self.slots(self.rows)
-        features, scores = state.features[slots], state.scores[slots]
-        self.ranks.share(*([] if drafts is None else [drafts]), features, scores)
-        state.features[slots], state.scores[slots] = features, scores
+        kept = [each for each in (state.features, state.scores, state.entropies, state.gaps) if each is not None]
+        rows = [each[slots] for each in kept]
+        self.ranks.share(*([] if drafts is None else [drafts]), *rows)
+        for each, shared in zip(kept, rows, strict=True):
+            each[slots] = shared
 
     def observe(self, accepted: Tensor) -> None:
         """accepted: integers [B], accepted drafts of each row, at most what was verified."""
@@ -259,10 +310,8 @@ class StepContext:
             return
         width = self.num_draft_positions + 1
         forward = measure.VerifyForward(target_runner, width, hidden_states)
-        self._verify_costs = measure.measure_verify(
-            forward, self._slots.shape[0] * width, captured, self.ranks.is_first
-        )
-        self._clock = measure.DraftClock(self.verifier.device)
+        self._verify_costs = measure.measure_verify(forward, self._slots.shape[0], width, captured, self.ranks.is_first)
+        self._clock = measure.DraftClock()
 
     def _cached_costs(self) -> CostTable | None:
         if self._cache.exists():
@@ -276,7 +325,8 @@ class StepContext:
         milliseconds = clock.end_step()
         if milliseconds is None or self._verify_costs is None:
             return
-        own = msgspec.structs.replace(self._verify_costs, draft=[(1, milliseconds)])
+        costs = self._verify_costs
+        own = msgspec.structs.replace(costs, draft=[(n, ms + milliseconds) for n, ms in costs.draft])
         self._clock = self._verify_costs = None
         table: CostTable = self.ranks.share_object(own)
         if self.ranks.is_first:
@@ -315,8 +365,15 @@ def exists() -> bool:
     return _current is not None
 
 
-def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions: int) -> StepContext:
-    """Make the step context of this process's worker, once its request pool is there."""
+def build(
+    launch: Launch,
+    arguments: Any,
+    model_runner: Any,
+    num_draft_positions: int,
+    autoregressive: bool = False,
+    hidden_size: int | None = None,
+) -> StepContext:
+    """Make the step context of this process's worker, once its request pool is there; see `StepContext`."""
     from sglang.srt.runtime_context import get_parallel
 
     global _current
@@ -328,6 +385,8 @@ def build(launch: Launch, arguments: Any, model_runner: Any, num_draft_positions
         num_slots=pool.shape[0],
         max_rows=min(pool.shape[0], model_runner.max_running_requests),
         device=model_runner.device,
+        autoregressive=autoregressive,
+        hidden_size=hidden_size,
         ranks=Ranks(get_parallel().tp_group),
     )
     status = _current.verifier.status()

@@ -36,7 +36,8 @@ class StepTimes:
         self._limits, self._keep = (max_requests, max_tokens), keep
         self._samples: dict[tuple[int, int], list[float]] = {}  # of steps since the last refinement, by size
         self._began = 0.0
-        self._planned: deque[tuple[tuple[int, int], float]] = deque(maxlen=behind + 1)  # (size, predicted)
+        # (size, predicted, what its drafts that were left out would have added)
+        self._planned: deque[tuple[tuple[int, int], float, float]] = deque(maxlen=behind + 1)
         self.use(table)
 
     def use(self, table: CostTable | None) -> None:
@@ -48,18 +49,19 @@ class StepTimes:
         now = time.perf_counter()
         if len(self._planned) == self._planned.maxlen:
             milliseconds = (now - self._began) * 1e3
-            size, expected = self._planned.popleft()
+            size, expected, left_out = self._planned.popleft()
             steps, measured, predicted = self.timed
             self.timed = Timed(steps + 1, measured + milliseconds, predicted + expected)
             if self._keep:
-                self._samples.setdefault(size, []).append(milliseconds)
+                self._samples.setdefault(size, []).append(milliseconds + left_out)
         self._began = now
 
-    def plan(self, requests: int, tokens: int) -> None:
-        """What the step that began verifies, anchors included."""
+    def plan(self, requests: int, tokens: int, drafted: float = 1.0) -> None:
+        """What the step that began verifies, anchors included; drafted: the share of the K positions."""
         if self._costs is not None:
-            expected = float(self._costs.draft[requests] + self._costs.verify[tokens])
-            self._planned.append(((requests, tokens), expected))
+            draft, verify = float(self._costs.draft[requests]), float(self._costs.verify[tokens])
+            left_out = (1 - drafted) * draft
+            self._planned.append(((requests, tokens), draft + verify - left_out, left_out))
 
     def interrupt(self) -> None:
         """Something else than a decode step runs next."""

@@ -124,10 +124,12 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     app = Typer()
     app.command()(collect.main)
 
+    options = ["--out", str(tmp_path), "--labels", "6", "--batch", "2", "--max-new", "9"]
+
     def run():
-        result = CliRunner().invoke(app, ["--out", str(tmp_path), "--labels", "6", "--batch", "2", "--max-new", "9"])
+        result = CliRunner().invoke(app, options)
         assert result.exit_code == 0, result.output
-        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+        return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.glob("*.npz")}
 
     before = run()
     assert len(before) == 24
@@ -135,6 +137,9 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     after = run()
     assert {name for name in before if before[name][1] != after[name][1]} == {"block_humaneval_T0.7.npz"}
     assert {name: data for name, (data, _) in before.items()} == {name: data for name, (data, _) in after.items()}
+    refused = CliRunner().invoke(app, [*options, "--seed", "1"])
+    assert refused.exit_code == 2
+    assert "give another --out" in refused.output.replace("\n", " ")
     with np.load(tmp_path / "block_summaries_T1.npz") as file:
         assert set(file["workload"].tolist()) == {quality.WORKLOADS.index("summaries")}
 

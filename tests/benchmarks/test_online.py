@@ -1,5 +1,7 @@
 """The streams of the online report: the same for both arms, and scored as it says."""
 
+import copy
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +32,32 @@ def test_a_scenario_is_its_seed(traces):
             assert (a.uniform != c.uniform).any()
 
 
+def test_greedy_streams_of_different_seeds_differ(traces):
+    greedy = next(trace for trace in traces if trace.greedy)
+    first = [next(replayed(greedy, seed, rows=4)) for seed in range(3)]
+    for a, b in itertools.combinations(first, 2):
+        assert (a.features != b.features).any()
+
+
+def test_with_the_peer_s_settings_ours_predicts_as_the_peer(traces):
+    """Where nothing saturates, the two are the same formulas, written twice."""
+    trace = next(trace for trace in traces if trace.name == "A_gsm8k_T1")
+    steps = take(replayed(trace, 1), 220).steps
+    settings = Settings(
+        policy="fixed", fixed_budget=336, refit_interval=100, memory=1, initial_slopes=(0.5, 0.5), max_slope_step=9,
+        max_intercept_step=9,
+    )  # fmt: skip
+    ours, peer = (predictions(arm, steps) for arm in (Ours(48, 7, settings), Peer(48, 7, fixed=336)))
+    assert np.abs(peer[200:] - peer[:20]).max() > 0.03  # two refits
+    np.testing.assert_allclose(ours, peer, atol=2e-4)
+
+
 def test_both_arms_see_the_same_steps(traces, monkeypatch):
     seen = {}
     for arm in (Ours, Peer):
 
         def admit(self, step, inner=arm.admit):
-            seen.setdefault(type(self), []).append((step, {k: v.copy() for k, v in vars(step).items()}))
+            seen.setdefault(type(self), []).append((step, copy.deepcopy(vars(step))))
             return inner(self, step)
 
         monkeypatch.setattr(arm, "admit", admit)

@@ -157,6 +157,16 @@ def test_labels_end_at_the_first_rejection_and_rows_stand_in_for_prompts(tmp_pat
         Drafts.read(tmp_path / "x.npz")
 
 
+def test_a_workload_without_a_name_and_a_trace_of_few_prompts(tmp_path):
+    with np.load(TRACE) as file:
+        columns = {name: file[name][file["row"] < 3] for name in file.files}
+    columns["workload"] = np.full_like(columns["workload"], 9)
+    np.savez(tmp_path / "x_other_T0.npz", **columns)
+    assert Drafts.read(tmp_path / "x_other_T0.npz").workload == "9"
+    with pytest.raises(ValueError, match="x, T = 0 has 3 prompts, 5 folds need as many"):
+        report.read(tmp_path)
+
+
 def test_a_cut_keeps_whole_steps():
     with np.load(TRACE) as file:
         columns = {name: file[name] for name in file.files} | {"ctx": np.zeros_like(file["step"])}

@@ -18,6 +18,13 @@ def test_a_section_replaces_itself_alone(tmp_path):
     assert f"torch {results.version('torch')}" in before
 
 
+def test_the_command_says_what_was_not_as_usual():
+    usual = {"seeds": 3, "steps": 400, "variants": True}
+    assert results.command("simulate", usual, usual) == "make simulate"
+    given = {"seeds": 5, "steps": 400, "variants": False}
+    assert results.command("simulate", usual, given) == 'make simulate ARGS="--seeds 5 --no-variants"'
+
+
 def test_an_unknown_section_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'other' is no section"):
         results.publish("other", "", "", "", tmp_path / "results.md")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from av_triton import CostTable
-from benchmarks.serving import bench
+from benchmarks.serving import bench, models
 from benchmarks.serving.bench import Bench, Plan, Results, Turn
 from benchmarks.serving.points import (
     Arm,
@@ -109,6 +109,13 @@ def test_other_sources_have_other_points(monkeypatch):
     before = bench.digest()
     monkeypatch.setattr(bench, "SOURCES", bench.SOURCES[:-1])
     assert bench.digest() != before
+
+
+def test_other_layers_have_other_checkpoints(tmp_path, monkeypatch):
+    before = models.current(tmp_path)
+    assert before == models.current(tmp_path)
+    monkeypatch.setattr(models, "LAYER_SKIP", models.LAYER_SKIP[:-1])
+    assert models.current(tmp_path) != before
 
 
 def test_the_figures_of_a_point():

@@ -14,7 +14,7 @@ from av_triton.ops import logit_max
 
 @pytest.fixture
 def tried():
-    return list(tune.candidates(launches.launches("sm_90")))
+    return tune.candidates(launches.launches("sm_90"))
 
 
 def measure(tried, milliseconds):
@@ -33,14 +33,26 @@ def test_a_wrong_candidate_is_never_chosen(tried, monkeypatch):
 
     def call(self, logits, seeds):
         token, feature, normaliser = right(self, logits, seeds)
+        if self == tried[1]:
+            normaliser = torch.full_like(normaliser, torch.nan)
         return token, feature + (self == tried[0]), normaliser
 
     monkeypatch.setattr(tune.Candidate, "call", call)
     score, faults = measure(tried, lambda call: 1.0)
     assert faults[tried[0]] == "off by 1"
-    assert tune.best(tried, score, faults, "logit_max") is tried[1]
+    assert faults[tried[1]] == "off by nan"
+    assert tune.best(tried, score, faults, "logit_max") is tried[2]
     with pytest.raises(RuntimeError, match="no candidate for sample gave right results"):
         tune.best(tried, score, dict.fromkeys(tried, "off by 2"), "sample")
+
+
+def test_what_is_in_force_is_among_them():
+    logit_max = launches.LogitMaxLaunch(block_bytes=1024, logits=4096, warps=2)
+    now = launches.Launches(logit_max, launches.SampleLaunch(logits=65536, warps=1))
+    tried = tune.candidates(now)
+    assert [each.kernel for each in tried if each.entry == now] == ["logit_max", "sample"]
+    shipped = tune.candidates(launches.launches("sm_90"))
+    assert len(shipped) == len(set(shipped)) == len(tried) - 2
 
 
 def test_a_candidate_that_does_not_fit_is_left_out(tried):

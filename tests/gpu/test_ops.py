@@ -5,6 +5,7 @@ import torch
 
 import av_triton as av
 from av_triton.ops.accumulate import accumulate_reference
+from av_triton.ops.entropy import entropy_reference, gap_reference
 from av_triton.ops.logit_max import logit_max_reference
 from av_triton.ops.refit import refit_reference
 from av_triton.ops.sample import sample_and_score_reference
@@ -41,6 +42,41 @@ def test_logit_max(device, full, generator, dtype):
         found = av.logit_max(x, t).double()
         expected = logit_max_reference(x.double(), t.double())
         assert bool(((found - expected).abs() <= 1e-4 * expected.abs().clamp_min(1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_entropy(device, full, generator, dtype):
+    for vocab in vocabularies(full):
+        x = (3 * torch.randn(6, 3, vocab, generator=generator, device=device)).to(dtype)
+        x[0, 0], x[1, 1, -1], x[2, 2, 3:], x[3, 0, 1] = -torch.inf, torch.nan, -torch.inf, 30
+        t = torch.rand(6, 3, generator=generator, device=device) * 2
+        found = av.logit_max_and_entropy(x, t)
+        assert torch.equal(found[0], av.logit_max(x, t))
+        expected = entropy_reference(x.double(), t.double())
+        torch.testing.assert_close(found[1].double(), expected, rtol=1e-4, atol=1e-37)
+        shards = zip(*(av.entropy_partial(shard, t) for shard in x.tensor_split(3, -1)), strict=True)
+        merged = av.merge_entropy(*(torch.stack(part) for part in shards))
+        torch.testing.assert_close(av.entropy_from_partial(*merged[1:]).double(), expected, rtol=1e-4, atol=1e-37)
+
+
+def test_what_a_scoring_launch_leaves_behind(device, full, generator):
+    for vocab in vocabularies(full):
+        x = (3 * torch.randn(6, 3, vocab, generator=generator, device=device)).bfloat16()
+        x[1, 1, -1] = torch.nan
+        slots, t = torch.arange(6, device=device), torch.rand(6, generator=generator, device=device) * 2
+        each, per_draft = t[:, None].expand(-1, 3).double(), torch.zeros(6, 3, dtype=torch.int64, device=device)
+        estimator = av.AcceptanceEstimator(6, 3, device, settings=av.Settings(entropy=True, history=True))
+        seeds = torch.randint(-(2**62), 2**62, (6, 3), generator=generator, device=device)
+        for how in ("drawn", "argmax", "given"):
+            if how == "given":
+                per_draft.random_(0, vocab, generator=generator)
+                estimator.score(x, slots, None, t, per_draft)
+            else:
+                per_draft.copy_(estimator.sample(x, slots, seeds if how == "drawn" else None, None, t).tokens)
+            entropies, gaps = (part[:, :3].double() for part in (estimator.state.entropies, estimator.state.gaps))
+            torch.testing.assert_close(entropies, entropy_reference(x.double(), each), rtol=1e-4, atol=1e-37)
+            expected = gap_reference(x.double(), per_draft, each)
+            torch.testing.assert_close(gaps, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def test_score_logits(device, full, generator):

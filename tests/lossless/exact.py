@@ -123,6 +123,11 @@ def drawn_token(distribution: Distribution, drawn: int) -> tuple[float, ...]:
     return (float(q), *[float((1 - q) / others)] * others)
 
 
+def with_the_drawn_token(distribution: Distribution, drawn: int) -> tuple[float, ...]:
+    """The honest view, and behind it the probability of the drawn token, which is for later positions only."""
+    return (*honest(distribution, drawn), float(distribution[drawn]))
+
+
 Verification = Callable[[Request, Tokens, Tokens, int], VerdictLaw]
 
 

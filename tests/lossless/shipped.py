@@ -7,6 +7,7 @@ and that is all that the enumeration needs.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,27 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings
+from av_triton.ops.accumulate import GATES
+from av_triton.ops.head import MINIBATCH, PENDING
+from av_triton.ops.select import Q30
 from tests.lossless.exact import Acceptance, Lengths, View
 
 WIDTH = 18
 """Logits handed to the verifier are padded with -inf to this width, as those of a reduced draft vocabulary are."""
+
+
+HIDDEN_SIZE = 3
+
+
+def hidden_state(view: View, position: int) -> tuple[float, ...]:
+    """A drafter's hidden state at a position: it knows the drafts before it. Rows as `exact.with_the_drawn_token`."""
+    before = [row[-1] for row in view[:position]]
+    return view[position][0] - 0.7, before[-1] - 0.5 if before else 0.0, math.prod(before) - 0.4
+
+
+def hidden_state_after(view: View, position: int) -> tuple[float, ...]:
+    """A lie: the hidden state after the draft at that position."""
+    return (*hidden_state(view, position)[:1], view[position][-1] - 0.5, view[position][-1] - 0.4)
 
 
 class Memory:
@@ -58,6 +76,7 @@ class History:
     memory: tuple[list[dict], list[torch.Tensor]]
     coefficients: tuple[float, ...] = ()
     offsets: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     step: int = 0
     joined: frozenset[int] = frozenset()
     proposals: tuple[int, ...] = ()
@@ -88,6 +107,8 @@ class Shipped:
     """Plan every step twice: a misuse, for the second plan takes this step's survivals for those of an earlier one."""
     peeks: bool = False
     """Learn before planning, a misuse: the last number of a view's row is taken for its draft's acceptance."""
+    hidden: Callable[[View, int], tuple[float, ...]] | None = None
+    """Hidden state at a position of a view; the verifier then has a head, and is told the drawn tokens."""
     position_wise: bool = False
     """Score one draft position at a time, as a runtime with an autoregressive drafter does."""
     follow_depth: bool = False
@@ -116,7 +137,11 @@ class Shipped:
     def start(self) -> int:
         if not self.histories:
             torch.set_num_threads(1)
-            self.verifier = AdaptiveVerifier(6, self.depth, "cpu", cost=self.cost, settings=self.settings, max_rows=4)
+            size = None if self.hidden is None else HIDDEN_SIZE
+            self.verifier = AdaptiveVerifier(
+                6, self.depth, "cpu", cost=self.cost, settings=self.settings, max_rows=4, hidden_size=size
+            )
+            self._serve_additions()
             self._memory = Memory(self.verifier)
             history, rng = History(self._memory.take()), random.Random(self.seed)
             batch = tuple(range(self.requests))
@@ -128,6 +153,15 @@ class Shipped:
             self.statuses.clear()
             self.plans = 0
         return 0
+
+    def _serve_additions(self) -> None:
+        """Whatever they gain; with a head that has learned, and is about to learn again."""
+        state = self.verifier.estimator.state
+        state.gates.copy_(torch.tensor(GATES)[:, None])
+        if state.head is not None:
+            state.head.weights.copy_(torch.tensor([1.5, -2.0, 1.0, -1.5]))
+            state.head.curvature.fill_(1e-3)
+            state.head.counts[..., PENDING] = (MINIBATCH - 1) * Q30
 
     def depths(self, state: int, batch: tuple[int, ...]) -> Lengths:
         if self.fixed_depths is not None:
@@ -152,7 +186,16 @@ class Shipped:
 
     def _random_view(self, rng: random.Random) -> View:
         peaks = [rng.uniform(0.5, 0.99) for _ in range(self.depth)]
-        return tuple((peak, 1 - peak) for peak in peaks)
+        if self.hidden is None:
+            return tuple((peak, 1 - peak) for peak in peaks)
+        return tuple((peak, 1 - peak, rng.choice([peak, 1 - peak])) for peak in peaks)
+
+    def _drawn(self, view: View) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of the drawn tokens, int64 [depth], and hidden states [depth, d]; rows end with q(drawn)."""
+        tokens, hidden = torch.zeros(self.depth, dtype=torch.int64), torch.zeros(self.depth, HIDDEN_SIZE)
+        for k, row in enumerate(view):
+            tokens[k], hidden[k] = row[:-1].index(row[-1]), torch.tensor(self.hidden(view, k))
+        return tokens, hidden
 
     def _logits(self, view: View) -> torch.Tensor:
         if view not in self._tensors:
@@ -169,10 +212,12 @@ class Shipped:
         new = [r for r in batch if r not in history.joined]
         if new:
             verifier.reset(self._ids(new), torch.tensor([self.strata[r] for r in new], dtype=torch.int32))
+        scored = [i for i, r in enumerate(batch) if self.scored(history.step, r)]
+        drawn = [] if self.hidden is None else [self._drawn(views[i]) for i in scored]
         if self.peeks:
             seen = torch.tensor([[row[-1] for row in view] for view in views])
+        if self.peeks or self.hidden is not None:
             views = tuple(tuple(row[:-1] for row in view) for view in views)
-        scored = [i for i, r in enumerate(batch) if self.scored(history.step, r)]
         rows = [self._logits(views[i]) for i in scored]
         slots, score_slots = list(self._ids(batch)), list(self._ids([batch[i] for i in scored]))
         drafts = [len(view) for view in views]
@@ -180,16 +225,20 @@ class Shipped:
         if self.padding:
             rows.insert(min(at, len(rows)), torch.randn(self.depth, WIDTH, generator=torch.Generator().manual_seed(1)))
             score_slots.insert(min(at, len(score_slots)), torch.tensor(-1))
+            if drawn:
+                drawn.insert(min(at, len(drawn)), drawn[0])
             slots.insert(at, torch.tensor(-1))
             drafts.insert(at, 0)
         scores = None
         if scored:
             logits, ids = torch.stack(rows), torch.stack(score_slots).int()
+            tokens, hidden = (torch.stack(each) for each in zip(*drawn, strict=True)) if drawn else (None, None)
             if self.position_wise:
                 for k in range(max(drafts)):
-                    verifier.score(logits[:, k].contiguous(), ids, position=k)
+                    token, state = (None if each is None else each[:, k] for each in (tokens, hidden))
+                    verifier.score(logits[:, k].contiguous(), ids, position=k, tokens=token, hidden=state)
             else:
-                scores = verifier.score(logits, ids)
+                scores = verifier.score(logits, ids, tokens=tokens, hidden=hidden)
                 if self.peeks:
                     everything = torch.full(ids.shape, self.depth, dtype=torch.int32)
                     verifier.observe(ids, everything, everything, acceptance=seen)
@@ -238,9 +287,14 @@ class Shipped:
         )
         fitted = self.verifier.coefficients()
         coefficients = (*map(float, fitted.slopes), *(float(b) for row in fitted.intercepts for b in row))
-        offsets = tuple(self.verifier.estimator.state.offsets.tolist())
+        state = self.verifier.estimator.state
         return replace(
-            history, memory=self._memory.take(), coefficients=coefficients, offsets=offsets, step=history.step + 1
+            history,
+            memory=self._memory.take(),
+            coefficients=coefficients,
+            offsets=tuple(state.offsets.tolist()),
+            weights=() if state.head is None else tuple(state.head.weights[0].tolist()),
+            step=history.step + 1,
         )
 
     def _told(self, acceptance: tuple[Acceptance, ...]) -> torch.Tensor:

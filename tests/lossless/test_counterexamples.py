@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from av_triton import AdaptiveVerifier, CostTable, Settings, acceptance_score, choose_budget, logit_max, survival
-from tests.lossless.exact import Distribution, Lengths, Markov, Request, View, drawn_token, honest, output_law
+from av_triton.ops import head
+from tests.lossless.exact import Lengths, Markov, Request, View, drawn_token, output_law, with_the_drawn_token
 from tests.lossless.grid import (
     DEEP,
     SMALL,
@@ -23,7 +24,7 @@ from tests.lossless.grid import (
     stepped_cost,
 )
 from tests.lossless.rules import Rule
-from tests.lossless.shipped import Shipped
+from tests.lossless.shipped import Shipped, hidden_state, hidden_state_after
 
 PAIRS = [random_requests(SMALL, seed) for seed in range(20)]
 
@@ -130,10 +131,6 @@ def test_scoring_the_drawn_token_deviates(budget):
     assert all(output_law(pair, shipped, steps=1, horizon=2).deviation == 0 for pair in PAIRS[:10])
 
 
-def with_the_drawn_token(distribution: Distribution, drawn: int) -> tuple[float, ...]:
-    return (*honest(distribution, drawn), float(distribution[drawn]))
-
-
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_an_offset_learned_from_the_drafts_of_the_same_step_deviates(budget):
     options = settings("fixed", fixed_budget=budget, offset_prior=0.05, refit_interval=1000)
@@ -143,6 +140,34 @@ def test_an_offset_learned_from_the_drafts_of_the_same_step_deviates(budget):
     assert max(deviations) > Fraction(1, 100)
     shipped = Shipped(2, affine_cost(2, 2), options, learns=True)
     assert all(output_law(p, shipped, steps=2, horizon=2, acceptance=True).deviation == 0 for p in PAIRS[:10])
+
+
+def with_a_head(budget: int, hidden=hidden_state) -> Shipped:
+    options = settings("fixed", fixed_budget=budget, refit_interval=1000)
+    return Shipped(2, affine_cost(2, 2), options, hidden=hidden)
+
+
+def deviations_with_the_drawn_token(policy: Shipped, steps: int = 1) -> list[Fraction]:
+    laws = (output_law(pair, policy, steps=steps, horizon=2, show=with_the_drawn_token) for pair in PAIRS[:10])
+    return [law.deviation for law in laws]
+
+
+@pytest.mark.parametrize("budget", [2, 3])  # 1 goes to a first draft, which has no history
+def test_a_history_shifted_by_one_deviates(monkeypatch, budget):
+    """Position k is scored with log q(x_k), in place of log q(x_{k-1})."""
+    right = head.history_reference
+    assert not any(deviations_with_the_drawn_token(with_a_head(budget)))
+    monkeypatch.setattr(head, "history_reference", lambda f, gaps: right(*(each.roll(-1, -1) for each in (f, gaps))))
+    deviations = deviations_with_the_drawn_token(with_a_head(budget))
+    report(f"log q of the draft itself, budget {budget}", deviations)
+    assert max(deviations) > Fraction(1, 100)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_hidden_state_from_after_the_draft_deviates(budget):
+    deviations = deviations_with_the_drawn_token(with_a_head(budget, hidden_state_after))
+    report(f"hidden state after the draft, budget {budget}", deviations)
+    assert max(deviations) > Fraction(1, 100)
 
 
 def footnote() -> Request:

@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from av_triton import CostTable
-from tests.lossless.exact import Outcome, output_law
+from tests.lossless.exact import Markov, Outcome, Request, output_law, with_the_drawn_token
 from tests.lossless.grid import (
     DEEP,
     LARGE,
@@ -27,7 +27,7 @@ from tests.lossless.grid import (
     settings,
     stepped_cost,
 )
-from tests.lossless.shipped import Shipped
+from tests.lossless.shipped import Shipped, hidden_state
 from tests.lossless.test_block_verification import block_verification
 
 every_size = pytest.mark.parametrize("size", [SMALL, TIES, DEEP, WIDE, *LARGE], ids=str)
@@ -235,6 +235,53 @@ def test_the_requests_offsets(size, acceptance, policy):
     decoded = decode(f"offsets, {policy}", size, variants, acceptance=acceptance)
     assert max(len({h.offsets for h in p.histories}) for p in decoded.policies) > 5
     assert decoded.varied(1)
+
+
+few_and_small = pytest.mark.parametrize("size", [Size((1,), order=1, peaks=2), *LARGE[:1]], ids=str)
+labels = pytest.mark.parametrize("acceptance", [True, False], ids=["exact labels", "verdicts"])
+
+
+def with_everything_added(size: Size) -> list[dict]:
+    """Block and position-wise scores with head, history and offset, served whatever they gain; all of it learns."""
+    changes = {"offset_prior": 0.05, "refit_interval": 1, "damping": 1.0, "max_slope_step": 0.3}
+    return [
+        {"cost": all_or_nothing_cost(size.depth, 2), "hidden": hidden_state, "learns": True, "warm_up": 1, **way}
+        for way in (
+            {"settings": settings(**changes)},
+            {"settings": settings("lookahead", **changes), "position_wise": True},
+            {"settings": settings("fixed", **changes), "padding": True},
+        )
+    ]
+
+
+@labels
+@few_and_small
+def test_the_head(size, acceptance):
+    """Hidden states and history that know the drafts before; the head's weights move after every step, by labels that
+    depend on what was drawn."""
+    variants = with_everything_added(size)
+    decoded = decode("head", size, variants, acceptance=acceptance, show=with_the_drawn_token)
+    assert max(len({h.weights for h in p.histories}) for p in decoded.policies) > 5
+    assert max(len({h.offsets for h in p.histories}) for p in decoded.policies) > 5
+    assert decoded.varied(0)
+    assert decoded.varied(1)
+
+
+@labels
+@few_and_small
+def test_the_head_of_a_block_drafter(size, acceptance):
+    """Drafts that do not depend on each other: all are drawn before the one call that scores them."""
+    drafters = [dict.fromkeys(r.drafter.table, r.drafter(())) for r in random_requests(size, size.seeds[0])]
+    requests = [
+        Request(r.target, Markov(drafter, r.target.order))
+        for r, drafter in zip(random_requests(size, size.seeds[0]), drafters, strict=True)
+    ]
+    for variant in with_everything_added(size)[::2]:
+        policy = Shipped(size.depth, **variant)
+        options = {"steps": size.steps, "horizon": size.horizon, "acceptance": acceptance}
+        law = output_law(requests, policy, show=with_the_drawn_token, **options)
+        assert law.deviation == 0
+        assert len(law.lengths[1]) > 1
 
 
 @three_steps

@@ -24,6 +24,13 @@ def calls():
     return {
         "logit_max": (av_triton.logit_max, (x,), ops.logit_max, (x, t, 0.0)),
         "logit_max_partial": (av_triton.logit_max_partial, (x, 0.7), ops.logit_max_partial, (x, None, 0.7)),
+        "logit_max_and_entropy": (
+            av_triton.logit_max_and_entropy, (x, t), ops.logit_max_and_entropy, (x, None, 0.7),
+        ),
+        "entropy_partial": (av_triton.entropy_partial, (x, 0.7), ops.entropy_partial, (x, t, 0.0)),
+        "merge_entropy": (
+            av_triton.merge_entropy, (x, x.abs(), x.abs(), 1), ops.merge_entropy, (x, x.abs(), x.abs(), -1),
+        ),
         "merge_logit_max": (av_triton.merge_logit_max, (x, x.abs(), 1), ops.merge_logit_max, (x, x.abs(), -1)),
         "acceptance_score": (av_triton.acceptance_score, (x[..., 0], w, b), ops.acceptance_score, (x[..., 0], w, b)),
         "score_logits": (av_triton.score_logits, (x, w, b, t[:, 0]), ops.score_logits, (x, w, b, None, 0.3)),
@@ -66,5 +73,5 @@ def test_compile_traces_through_the_public_function(backend, name):
 
 
 def test_every_public_op_is_in_this_file():
-    ops = {n for n in av_triton.__all__ if n[0].islower()} - {"logit_from_partial"}
+    ops = {n for n in av_triton.__all__ if n[0].islower()} - {"logit_from_partial", "entropy_from_partial"}
     assert ops == set(NAMES)

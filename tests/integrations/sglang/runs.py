@@ -28,6 +28,11 @@ class Family(NamedTuple):
     target: str = "target"
 
     @property
+    def drafts_to_depth(self) -> bool:
+        """Whether forwards of the drafter are left out where the planner says so: those of the EAGLE worker."""
+        return self.algorithm not in ("DSPARK", "DFLASH")
+
+    @property
     def overlaps(self) -> bool:
         """Whether SGLang's overlapped event loop runs on a CPU: it turns it off for the EAGLE worker there."""
         return self.algorithm in ("DSPARK", "DFLASH")

@@ -26,11 +26,20 @@ class Recorder:
         self.calls: list[SimpleNamespace] = []
         monkeypatch.setattr(step, "_current", self)
 
+    def start_drafting(self) -> int:
+        return 3
+
     def score(
         self, logits: Tensor, position: int | None = None, temperature: Tensor | None = None, **places: Any
     ) -> None:
         self.calls.append(
-            SimpleNamespace(logits=logits, position=position, temperature=temperature, slots=places.get("slots"))
+            SimpleNamespace(
+                logits=logits,
+                position=position,
+                temperature=temperature,
+                slots=places.get("slots"),
+                hidden=places.get("hidden"),
+            )
         )
 
 
@@ -38,12 +47,13 @@ class Recorder:
 @pytest.mark.parametrize("chunk", [1, 256])
 def test_dflash_drafts_are_the_argmax_and_scored(monkeypatch: pytest.MonkeyPatch, positions: int, chunk: int) -> None:
     torch.manual_seed(0)
-    verifier, rows = AdaptiveVerifier(6, positions), 3
+    verifier, rows = AdaptiveVerifier(6, positions, hidden_size=8), 3
     slots = torch.tensor([4, 0, 5])
     context = SimpleNamespace(
         num_draft_positions=positions,
         ranks=SimpleNamespace(alone=True),
-        sample=lambda logits, first: step.StepContext.sample(context, logits, first),
+        sample=lambda logits, first, hidden: step.StepContext.sample(context, logits, first, hidden),
+        _known=lambda hidden, logits: step.StepContext._known(context, hidden, logits),
         verifier=verifier,
         slots=lambda count, first: slots[first : first + count],
     )
@@ -53,6 +63,8 @@ def test_dflash_drafts_are_the_argmax_and_scored(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(tokens, logits.argmax(-1))
     found = verifier.estimator.state.features[slots, :positions]
     torch.testing.assert_close(found, logit_max(logits).view(rows, positions))
+    kept = verifier.estimator.state.head.inputs[slots, :positions]
+    torch.testing.assert_close(kept, hidden.view(rows, positions, 8).clamp(-4, 4).half())
 
 
 def test_dflash2_scores_the_rows_that_were_walked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +99,8 @@ def runner_of(logits: list[Tensor]) -> Any:
 
     class Runner:
         def forward(self, *args: Any) -> SimpleNamespace:
-            return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=next(waiting)))
+            out = next(waiting)
+            return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=out, hidden_states=out[:, :2] + 0.5))
 
     return Runner()
 
@@ -116,7 +129,7 @@ def test_eagle_scores_at_the_temperature_of_rejection_sampling(monkeypatch: pyte
     def forwards(count: int) -> Any:
         def original(drafter: Any, *args: Any, **kwargs: Any) -> None:
             for _ in range(count):
-                drafter.draft_runner.forward()
+                drafter.draft_runner.forward(None)
 
         return original
 
@@ -128,7 +141,10 @@ def test_eagle_scores_at_the_temperature_of_rejection_sampling(monkeypatch: pyte
     # After the last accepted token of each row: columns 2 and 0 of their windows.
     assert recorder.calls[3].logits[:, 0].tolist() == [2.0, 3.0]
     # A captured draft extend has taken them already.
-    replay = SimpleNamespace(execute=lambda: SimpleNamespace(next_token_logits=torch.full((2, VOCAB), 7.0)))
+    assert recorder.calls[3].hidden[:, 0].tolist() == [2.5, 3.5]
+    replay = SimpleNamespace(
+        execute=lambda: SimpleNamespace(next_token_logits=torch.full((2, VOCAB), 7.0), hidden_states=None)
+    )
     drafter.cuda_graph_runner_for_draft_extend = replay
     accepted = SimpleNamespace(accept_lens=torch.tensor([3, 1]))
     eagle.extend_decode(lambda drafter, *_, **__: replay.execute(), drafter, batch, accepted)

@@ -1,6 +1,7 @@
 """The step context and the cut of acceptance, without an engine."""
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from av_triton import CostTable, Settings, logit_max_partial
+from av_triton import CostTable, Settings, entropy_partial, logit_max_partial
 from av_triton_sglang import acceptance, graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
@@ -32,10 +33,18 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields | changes)
 
 
-def context(tmp_path: Path, **config: Any) -> StepContext:
+def context(tmp_path: Path, autoregressive: bool = False, **config: Any) -> StepContext:
     CostTable(draft=[(1, 1.0)], verify=[(1, 2.0), (40, 80.0)]).save(tmp_path / "cost.json")
     launch = Launch(config=Config(**{"cost_table": str(tmp_path / "cost.json")} | config), algorithm="DSPARK")
-    return StepContext(launch, arguments(), num_draft_positions=K, num_slots=SLOTS, max_rows=SLOTS, device="cpu")
+    return StepContext(
+        launch,
+        arguments(),
+        num_draft_positions=K,
+        num_slots=SLOTS,
+        max_rows=SLOTS,
+        device="cpu",
+        autoregressive=autoregressive,
+    )
 
 
 def request(**changes: Any) -> SimpleNamespace:
@@ -178,6 +187,44 @@ def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatc
     assert again.cost_source == f"{kept} (measured before)"
 
 
+def test_what_a_request_costs_is_no_price_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of 5 ms, 1 ms for each token and 3 ms for each request, whose context is read."""
+    now = 0.0
+
+    def forward(tokens: int, requests: int | None = None) -> None:
+        nonlocal now
+        now += (5 + tokens + 3 * (requests or measure.fewest(tokens, K + 1))) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    table = measure.measure_verify(forward, max_requests=8, width=K + 1, progress=False)
+    assert table.draft == [(1, pytest.approx(3.0)), (8, pytest.approx(24.0))]
+    assert table.verify == [(tokens, pytest.approx(5.0 + tokens)) for tokens, _ in table.verify]
+    assert [tokens for tokens, _ in table.verify][-1] == 8 * (K + 1)
+    alone = measure.measure_verify(forward, max_requests=1, width=K + 1, progress=False)
+    assert alone.verify[0] == (1, pytest.approx(5.0 + 1 + 3))
+
+
+def test_a_drafter_that_pays_per_position_drafts_as_deep_as_planned(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    each = context(tmp_path, autoregressive=True, settings=Settings(exploration=0.0))
+    slots = torch.tensor([0, 1])
+    each.reset(slots, [request(), request()])
+    depths = []
+    for _ in range(8):
+        each.begin(slots)
+        depths.append(each.start_drafting())
+        for position in range(depths[-1]):
+            each.score(torch.zeros(2, VOCAB), position)  # no token is likely: the logs of 16 tokens are alike
+        plan = each.plan()
+        each.follow(plan)
+        assert plan.admitted.max() <= depths[-1]
+        each.observe(torch.zeros(2, dtype=torch.int64))
+        each.end()
+    assert depths[0] == K
+    assert depths[-1] == 1
+    assert each.verifier.counters()["drafted"].tolist() == [2 * sum(d > k for d in depths) for k in range(K)]
+
+
 class Group:
     """Rank 0 of a group of SGLang's whose other ranks hold `others`."""
 
@@ -190,23 +237,55 @@ class Group:
         out.copy_(torch.cat([own, *(each.reshape(-1) for each in self.others)]))
 
 
-def test_a_split_head_scores_as_the_whole_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [{}, {"entropy": True}, {"entropy": True, "history": True}])
+def test_a_split_head_scores_as_the_whole_one(tmp_path: Path, kept: dict[str, bool]) -> None:
     torch.manual_seed(0)
     slots, logits = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4
-    whole, split = context(tmp_path), context(tmp_path)
+    whole, split = (context(tmp_path, settings=Settings(**kept)) for _ in range(2))
     for each in (whole, split):
         each.reset(slots, [request(top_k=1), request()])
         each.verifier.estimator.state.offsets[slots] = torch.tensor([0.5, -1.0])
         each.begin(slots)
-    whole.score(logits)
-    left, right = logits[..., :7], logits[..., 7:]
+    drawn = logits.argmax(-1)
+    whole.verifier.score(logits, slots, tokens=drawn)
+    left, right = logits[..., :7].contiguous(), logits[..., 7:].contiguous()
     token = (right.argmax(-1) + 7).float()
-    split.ranks = Ranks(Group([torch.stack([*logit_max_partial(right.contiguous()), token])]))
-    drafts = split.score_shard(left.contiguous(), 0, first=0)
-    assert drafts.tolist() == logits.argmax(-1).tolist()
-    for name in ("features", "scores"):
+    parts = entropy_partial(right) if kept else logit_max_partial(right)
+    split.ranks = Ranks(Group([torch.stack([*parts, token])]))
+    assert torch.equal(split.score_shard(left, 0, first=0), drawn)
+    for name in ("features", "scores", *(["entropies"] if kept else []), *(["gaps"] if "history" in kept else [])):
         got, want = (getattr(each.verifier.estimator.state, name) for each in (split, whole))
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0, equal_nan=True)
+
+
+class Follower:
+    """Two ranks of a group, one after the other: rank 1 receives what rank 0 has broadcast."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, messages: list[torch.Tensor]) -> None:
+        self.rank_in_group, self.messages = rank, messages
+
+    def broadcast(self, message: torch.Tensor, src: int) -> None:
+        if self.rank_in_group == src:
+            self.messages.append(message.clone())
+        else:
+            message.copy_(self.messages.pop(0))
+
+
+def test_every_rank_plans_and_learns_with_what_rank_0_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    slots, logits, messages = torch.tensor([2, 5]), torch.randn(2, K, VOCAB) * 4, list[torch.Tensor]()
+    both = [context(tmp_path, settings=Settings(entropy=True, history=True)) for _ in range(2)]
+    for rank, each in enumerate(both):
+        each.ranks = Ranks(Follower(rank, messages))
+        each.begin(slots)
+        each.verifier.score(logits * (1 + 0.1 * rank), slots, tokens=torch.full((2, K), rank))
+        each.plan()
+    assert not messages
+    for name in ("features", "scores", "entropies", "gaps"):
+        first, second = (getattr(each.verifier.estimator.state, name)[slots] for each in both)
+        assert torch.equal(first, second), name
 
 
 def test_padding_rows_of_a_split_head_reach_no_request(tmp_path: Path) -> None:
@@ -265,6 +344,17 @@ def test_a_device_one_step_behind_the_host(monkeypatch: pytest.MonkeyPatch) -> N
             times.plan(1, tokens)
     timed = {tokens: values for (_, tokens), values in times._samples.items()}
     assert timed == {tokens: [pytest.approx(4.0 * tokens)] for tokens in (2, 5, 7)}
+
+
+def test_a_step_that_drafted_less_stands_for_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting costs 8 ms and a token 1 ms; a quarter of the positions was drafted."""
+    times = step_times.StepTimes(CostTable(draft=[(1, 8.0)], verify=[(1, 1.0), (9, 9.0)]), 1, 9)
+    for now in (0.0, 0.005):
+        monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda now=now: now))
+        times.begin()
+        times.plan(1, 3, drafted=0.25)
+    assert times.timed == (1, pytest.approx(5.0), pytest.approx(2.0 + 3.0))
+    assert times._samples == {(1, 3): [pytest.approx(8.0 + 3.0)]}
 
 
 def test_costs_follow_live_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,20 +28,26 @@ def generate(watch: str, forget: bool = False, **job: Any) -> dict[str, Any]:
         scored.difference_update(old)
 
     def on_score(
-        context: Any, logits: Any, position: Any = None, temperature: Any = None, first: int = 0, slots: Any = None
+        context: Any,
+        logits: Any,
+        position: Any = None,
+        temperature: Any = None,
+        first: int = 0,
+        slots: Any = None,
+        **known: Any,
     ) -> None:
         if forget and slots is not None:
             return
-        score(context, logits, position, temperature, first, slots)
+        score(context, logits, position, temperature, first, slots, **known)
         rows = context.slots(logits.shape[0], first) if slots is None else slots
         positions = range(context.num_draft_positions) if position is None else [position]
         scored.update(itertools.product(rows.tolist(), positions))
 
-    def on_sample(context: Any, logits: Any, first: int) -> Any:
+    def on_sample(context: Any, logits: Any, first: int, *hidden: Any) -> Any:
         scored.update(
             itertools.product(context.slots(logits.shape[0], first).tolist(), range(context.num_draft_positions))
         )
-        return sample(context, logits, first)
+        return sample(context, logits, first, *hidden)
 
     def on_observe(context: Any, accepted: Any) -> None:
         slots, scores = context.slots(context.rows), context.verifier.estimator.state.scores
