@@ -165,7 +165,7 @@ class AcceptanceEstimator:
             self._row_normalisers = torch.zeros(self.max_rows, P)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
-        """New requests live in `slots`: forget their predecessors.
+        """New requests live in `slots`: forget their predecessors, whose offsets they would go on with otherwise.
 
         Args:
             slots: int32 or int64 [n]; -1 is skipped.

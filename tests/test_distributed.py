@@ -14,11 +14,13 @@ RANKS, ROWS, K, VOCAB, INTERVAL, STEPS = 4, 5, 3, 64, 6, 30
 
 
 def settings(replicas: int, **other: object) -> Settings:
-    return Settings(refit_interval=INTERVAL, replicas=replicas, policy="fixed", fixed_budget=RANKS * ROWS * K, **other)
+    options = {"policy": "fixed", "fixed_budget": RANKS * ROWS * K, "offset_prior": 2.0, **other}
+    return Settings(refit_interval=INTERVAL, replicas=replicas, **options)
 
 
 def serve(rows: slice, replicas: int, common: bool) -> AdaptiveVerifier:
-    """The steps of those requests. Every fifth step has none on the second replica, which takes part all the same."""
+    """The steps of those requests, every other one with exact labels. Every fifth step has none on the second replica,
+    which takes part all the same."""
     count = rows.stop - rows.start
     verifier = AdaptiveVerifier(count, K, settings=settings(replicas))
     slots = torch.arange(count, dtype=torch.int32)
@@ -28,11 +30,13 @@ def serve(rows: slice, replicas: int, common: bool) -> AdaptiveVerifier:
     for step in range(STEPS):
         logits = 4 * torch.randn(RANKS * ROWS, K, VOCAB, generator=generator)
         accepted = torch.randint(0, K + 1, (RANKS * ROWS,), generator=generator, dtype=torch.int32)
+        acceptance = torch.rand(RANKS * ROWS, K, generator=generator)
         requests = torch.arange(rows.start, rows.stop)
         here = slots[(requests // ROWS != 1) | (step % 5 != 0)]
         verifier.score(logits[rows][here.long()], here)
         verifier.plan(here)
-        verifier.observe(here, accepted[rows][here.long()])
+        exact = acceptance[rows][here.long()] if step % 2 else None
+        verifier.observe(here, accepted[rows][here.long()], acceptance=exact)
         if joined is not None:
             assert joined.step() == ((step + 1) % INTERVAL == 0)
     return verifier
@@ -42,7 +46,7 @@ def replica(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     verifier = serve(slice(rank * ROWS, (rank + 1) * ROWS), RANKS, common=True)
-    torch.save(verifier.coefficients(), folder / f"{rank}.pt")
+    torch.save((verifier.coefficients(), verifier.estimator.state.offsets), folder / f"{rank}.pt")
     found = []
     for wrong in (settings(RANKS - 1), settings(RANKS, damping=50.0 + rank)):
         try:
@@ -70,12 +74,17 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_replica_has_the_coefficients_of_one_process_that_saw_all(replicas: Path) -> None:
-    found = [torch.load(replicas / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-    alone = serve(slice(0, RANKS * ROWS), 1, common=False).coefficients()
+def test_every_replica_has_the_coefficients_and_offsets_of_one_process_that_saw_all(replicas: Path) -> None:
+    found, offsets = zip(
+        *(torch.load(replicas / f"{rank}.pt", weights_only=False) for rank in range(RANKS)), strict=True
+    )
+    verifier = serve(slice(0, RANKS * ROWS), 1, common=False)
+    alone = verifier.coefficients()
     assert alone.refits == STEPS // INTERVAL
     assert alone.slopes != list(settings(1).initial_slopes)
-    assert found == [alone] * RANKS
+    assert list(found) == [alone] * RANKS
+    assert torch.equal(torch.cat(offsets), verifier.estimator.state.offsets)
+    assert torch.cat(offsets).abs().max() > 0.1
 
 
 def test_what_does_not_fit_is_refused(replicas: Path) -> None:

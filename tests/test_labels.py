@@ -194,6 +194,14 @@ def test_the_offset_is_the_shrunken_mean_residual_of_the_request_s_labels(backen
     assert not ours.state.offsets[[i for i in range(SLOTS) if i not in (3, 7)]].any()
 
 
+def test_the_requests_sums_add_up_to_the_estimator_s_to_the_bit(backend):
+    ours = estimator(Settings(refit_interval=1000, offset_prior=PRIOR))
+    for step in steps(9, 3):
+        step.run(ours)
+    whole = ours.state.sums.sum((0, 2))
+    assert ours.state.residuals.sum(0).tolist() == [int(whole[4]), int(whole[2])]
+
+
 def test_learning_does_not_see_the_offsets_and_without_them_the_scores_are_the_base_s(backend):
     on, off = estimator(ON), estimator(OFF)
     for step in steps(6):

@@ -9,7 +9,9 @@ def main(device: str) -> None:
     rows, positions = 9, 5
     for autoregressive, kept in ((False, False), (True, True)):
         cost = av.CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (64, 9.0)])
-        settings = av.Settings(refit_interval=2, autoregressive=autoregressive, entropy=kept, history=kept)
+        settings = av.Settings(
+            refit_interval=2, autoregressive=autoregressive, entropy=kept, history=kept, offset_prior=4.0
+        )
         verifier = av.AdaptiveVerifier(rows, positions, device, cost=cost, settings=settings)
         slots = torch.arange(rows, dtype=torch.int32, device=device)
         slots[4] = -1
@@ -21,7 +23,8 @@ def main(device: str) -> None:
             logits = torch.randn(rows, positions, 40_001, device=device).bfloat16()
             verifier.score(logits, slots, tokens=logits.argmax(-1))
             verifier.plan(slots, segments=segments if step % 2 else None)
-            verifier.observe(slots, accepted)
+            acceptance = torch.rand(rows, positions, device=device) if step % 2 else None
+            verifier.observe(slots, accepted, acceptance=acceptance)
     print("done", verifier.coefficients().refits, "refits")
 
 

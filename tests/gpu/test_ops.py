@@ -122,9 +122,16 @@ def test_learning(device, full, generator):
     accepted = torch.randint(-1, positions + 1, (rows,), generator=generator, device=device, dtype=torch.int32)
     admitted = torch.randint(0, positions + 1, (rows,), generator=generator, device=device, dtype=torch.int32)
     w, b = torch.full((1,), 0.5, device=device), torch.zeros(1, positions, device=device)
-    sums = av.accumulate(f, accepted, admitted, w, b)
-    expected = accumulate_reference(f.double(), accepted, admitted, w.double(), b.double())
-    torch.testing.assert_close(sums.double(), expected.double(), rtol=1e-4, atol=2e3 * rows)
+    alpha = 1.4 * torch.rand(rows, positions, generator=generator, device=device) - 0.2
+    alpha[::7, 1] = torch.nan
+    for acceptance in (alpha, None):
+        sums = av.accumulate(f, accepted, admitted, w, b, acceptance=acceptance)
+        expected = accumulate_reference(f.double(), accepted, admitted, w.double(), b.double(), acceptance=acceptance)
+        torch.testing.assert_close(sums.double(), expected.double(), rtol=1e-4, atol=2e3 * rows)
+    certain = (torch.arange(positions, device=device) < accepted[:, None]).float()
+    within = torch.minimum(accepted, admitted)
+    exact = av.accumulate(f, within, admitted, w, b, acceptance=certain)
+    assert torch.equal(exact, av.accumulate(f, within, admitted, w, b)), "0 and 1 are the verdicts, bit for bit"
     for found, want in zip(av.refit(sums, w, b), refit_reference(sums, w, b), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7)
 

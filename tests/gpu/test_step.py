@@ -9,13 +9,14 @@ pytestmark = pytest.mark.gpu
 
 
 class Step:
-    """One decode step on inputs that stay at their addresses."""
+    """One decode step on inputs that stay at their addresses; with an offset, by exact labels."""
 
     def __init__(self, device, rows=64, positions=7, vocab=32_000, lag=2, **settings):
         cost = av.CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (8 * rows, 30.0)])
         self.verifier = av.AdaptiveVerifier(
             rows, positions, device, cost=cost, settings=av.Settings(lag=lag, **settings)
         )
+        self.acceptance = torch.zeros(rows, positions, device=device) if "offset_prior" in settings else None
         self.slots = torch.arange(rows, dtype=torch.int32, device=device)
         self.logits = torch.zeros(rows, positions, vocab, dtype=torch.bfloat16, device=device)
         self.accepted = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -27,33 +28,42 @@ class Step:
         self.logits.copy_(3 * torch.randn(self.logits.shape, generator=g, device=self.logits.device))
         high = self.logits.shape[1] + 1
         self.accepted.copy_(torch.randint(0, high, self.accepted.shape, generator=g, device=self.logits.device))
+        if self.acceptance is not None:
+            self.acceptance.copy_(torch.rand(self.acceptance.shape, generator=g, device=self.logits.device))
 
     def __call__(self):
         self.scores = self.verifier.score(self.logits, self.slots, temperature=self.temperature)
         self.plan = self.verifier.plan(self.slots)
-        self.verifier.observe(self.slots, self.accepted)
+        self.verifier.observe(self.slots, self.accepted, acceptance=self.acceptance)
 
     def outputs(self):
         state = self.verifier.estimator.state
-        found = (self.scores, *self.plan[:3], state.slopes, state.intercepts, state.sums, state.entropies)
+        learned = state.slopes, state.intercepts, state.sums, state.offsets, state.residuals, state.gates
+        found = (self.scores, *self.plan[:3], *learned, state.entropies)
         return [t.clone() for t in found if t is not None]
 
 
-@pytest.mark.parametrize("keeping", [{}, {"entropy": True, "history": True}], ids=["plain", "entropy and history"])
-def test_a_step_runs_and_learns(device, full, keeping):
-    step = Step(device, **keeping) if full else Step(device, rows=4, positions=3, vocab=100, **keeping)
+OFFSET = {"offset_prior": 4.0}  # and exact labels
+KEPT = {"entropy": True, "history": True}
+
+
+@pytest.mark.parametrize("settings", [{}, KEPT, OFFSET], ids=["plain", "entropy and history", "offset"])
+def test_a_step_runs_and_learns(device, full, settings):
+    size = {} if full else {"rows": 4, "positions": 3, "vocab": 100}
+    step = Step(device, **size, **settings)
     for seed in range(40 if full else 3):
         step.feed(seed)
         step()
     assert step.verifier.coefficients().refits == (1 if full else 0)
     assert all(bool(t.isfinite().all()) for t in step.outputs())
+    assert bool((step.verifier.estimator.state.offsets != 0).all()) == (settings is OFFSET)
 
 
-@pytest.mark.parametrize("entropy", [False, True])
-def test_replayed_from_one_graph_over_300_steps(cuda, entropy):
-    eager, captured = Step(cuda, lag=0, entropy=entropy), Step(cuda, lag=0, entropy=entropy)
+@pytest.mark.parametrize("settings", [{}, {"entropy": True}, OFFSET], ids=["plain", "entropy", "offset"])
+def test_replayed_from_one_graph_over_300_steps(cuda, settings):
+    eager, captured = (Step(cuda, lag=0, **settings) for _ in range(2))
     captured()  # compiles
-    captured = Step(cuda, lag=0, entropy=entropy)
+    captured = Step(cuda, lag=0, **settings)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured()
@@ -66,8 +76,9 @@ def test_replayed_from_one_graph_over_300_steps(cuda, entropy):
     assert captured.verifier.coefficients().refits == 300 // 32
 
 
-def test_the_steady_state_does_not_wait_or_allocate(cuda):
-    step = Step(cuda)
+@pytest.mark.parametrize("settings", [{}, OFFSET], ids=["plain", "offset"])
+def test_the_steady_state_does_not_wait_or_allocate(cuda, settings):
+    step = Step(cuda, **settings)
     for _ in range(3):
         step()
     torch.cuda.synchronize()

@@ -91,6 +91,7 @@ def measured(server: ForkServer, models: Path, family: str, requests: int, job: 
         engine=keywords,
         prompts=[PROMPT] * requests,
         sampling={"temperature": 1.0, "max_new_tokens": TOKENS + 3, "ignore_eos": True},
+        open_gates=True,
     )
     status = result["adaptive_verification"]
     assert sum(status["admitted"]) <= sum(status["drafted"]) / 2

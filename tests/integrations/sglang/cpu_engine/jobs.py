@@ -29,13 +29,14 @@ def generate(
     repeats: int = 1,
     retract_every: int | None = None,
     captured: list[int] | None = None,
+    open_gates: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Token ids, per-request statistics and the scheduler's state after `repeats` runs of the same prompts.
 
     retract_every: decode steps after which SGLang gives up a running request and resumes it later, as if the cache
     were full. captured: plan as where SGLang has captured verify graphs of these sizes; what they would replay runs
-    eagerly. options: of `Engine.generate`.
+    eagerly. open_gates: serve all additions to the score from the start. options: of `Engine.generate`.
     """
     import sglang
     from sglang.srt.managers import scheduler
@@ -44,6 +45,8 @@ def generate(
         from av_triton_sglang import graphs
 
         graphs.captured_sizes = lambda runner, rows=1: captured
+    if open_gates:
+        _open_gates()
     if retract_every is not None:
         scheduler.TEST_RETRACT, scheduler.TEST_RETRACT_INTERVAL = True, retract_every
     start = time.perf_counter()
@@ -59,6 +62,18 @@ def generate(
             "start_seconds": ready - start,
             "generate_seconds": done - ready,
         }
+
+
+def _open_gates() -> None:
+    from av_triton_sglang.step import StepContext
+
+    make = StepContext.__init__
+
+    def made(context: Any, *args: Any, **kwargs: Any) -> None:
+        make(context, *args, **kwargs)
+        context.verifier.estimator.state.gates.neg_()  # from the bound below to the one above
+
+    StepContext.__init__ = made
 
 
 def next_logprobs(engine: dict[str, Any], context: list[int], tokens: list[int]) -> list[float]:
