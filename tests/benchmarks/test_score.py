@@ -164,7 +164,7 @@ def run(rounds: Rounds, additions: Additions, rows: int = 8) -> tuple[Restated, 
 
 
 def test_until_the_first_refit_the_score_is_the_bases():
-    arm, with_additions, base = run(synthetic(strength=2.0, requests=8, length=31), EVERYTHING)
+    arm, with_additions, base = run(synthetic(strength=2.0, requests=32, length=31), EVERYTHING, rows=32)
     assert np.abs(arm.head.v).max() > 0
     np.testing.assert_array_equal(with_additions, base)
 
