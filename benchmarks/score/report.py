@@ -278,8 +278,10 @@ class Report:
         )
         why = (
             f"A gate opens after {OFFSET_BOUND:g} (offset) or {HEAD_BOUND:g} nats (head) of evidence, counted from "
-            "the first refit on, and closes when as much is lost again: that is what a change of workload or a feature "
-            "gone wrong costs at most, but for the labels of the step that closes it, however many requests there are. "
+            "the first refit on, and closes when as much is lost again, by the labels: so a change of workload or a "
+            "feature gone wrong costs about that much, however many requests there are. The largest sums are more than "
+            "that where a gate opened again, where both were open, where many labels come in one step, and where a "
+            "draft's expected loss is far from that of its label (one-hot rows). "
             f"Spread over {WINDOW:,} labels, {HEAD_BOUND:g} nats are {HEAD_BOUND / WINDOW:.3f}: no test on so few "
             "labels can keep a promise below that."
         )
