@@ -8,6 +8,7 @@ import torch
 import av_triton
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, CostTable, Settings, VerifyPlanner
 from av_triton.backend import use_triton
+from tests.state import copies, differences
 
 K, V = 3, 20
 COST = CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (100, 20.0)])
@@ -116,6 +117,40 @@ CALLS = [
 ]
 
 
+D = 5
+HIDDEN = [
+    ([1.0], r"hidden is \[1.0\]: give float32, bfloat16 or float16 on cpu, or None"),
+    (floats(2, K, D).double(), "hidden is torch.float64 on cpu: give float32, bfloat16 or float16 on cpu, or None"),
+    (floats(2, K, D).int(), "hidden is torch.int32 on cpu: give float32"),
+    (meta(2, K, D, dtype=torch.float32), "hidden is torch.float32 on meta: give .* on cpu"),
+    (floats(2, K, D + 1), r"shape \(2, 3, 6\): give \[2, 5\] or \[2, 3, 5\], for 2 slots and hidden_size = 5"),
+    (floats(2, K - 1, D), r"hidden has shape \(2, 2, 5\): give \[2, 5\] or \[2, 3, 5\]"),
+    (floats(3, D), r"hidden has shape \(3, 5\): give \[2, 5\]"),
+    (floats(D), r"hidden has shape \(5,\): give"),
+    (floats(2, K, D, 1), r"hidden has shape \(2, 3, 5, 1\): give"),
+    (floats(2, D, K).transpose(1, 2), "hidden has stride 3 in its last dimension: give contiguous vectors"),
+    (floats(2, 2 * D)[:, ::2], "hidden has stride 2 in its last dimension"),
+]
+
+
+@pytest.mark.parametrize("method", ["score", "sample"])
+@pytest.mark.parametrize("hidden,message", HIDDEN)
+def test_refused_hidden_states_change_nothing(method, hidden, message):
+    verifier = AdaptiveVerifier(8, K, cost=COST, max_rows=4, hidden_size=D)
+    before = copies(verifier.estimator.state)
+    with pytest.raises(ValueError, match=message):
+        getattr(verifier, method)(floats(2, K, V), ints(0, 1), hidden=hidden)
+    assert not differences(before, copies(verifier.estimator.state))
+
+
+@pytest.mark.parametrize("options", [{}, {"settings": Settings(head=False), "hidden_size": D}])
+def test_hidden_states_are_ignored_where_there_is_no_head(options):
+    verifier = AdaptiveVerifier(8, K, cost=COST, **options)
+    assert verifier.estimator.state.head is None
+    plain = verifier.score(floats(2, K, V), ints(0, 1)).clone()
+    assert torch.equal(verifier.score(floats(2, K, V), ints(0, 1), hidden=floats(2, K, D)), plain)
+
+
 @pytest.mark.parametrize("method,arguments,message", CALLS)
 def test_a_refused_call_says_why_and_changes_nothing(verifier, method, arguments, message):
     before = state_of(verifier)
@@ -165,6 +200,13 @@ CONSTRUCTION = [
     ((8, K), {"max_rows": 1025}, "max_rows = 1025"),
     ((8, K), {"max_rows": "4"}, "max_rows = '4': give a whole number"),
 ]
+
+
+@pytest.mark.parametrize("cls", [AdaptiveVerifier, AcceptanceEstimator])
+@pytest.mark.parametrize("size", [0, -1, 8193, 1.5, "64"])
+def test_hidden_sizes_out_of_bounds(cls, size):
+    with pytest.raises(ValueError, match=f"hidden_size = {size!r}: give the width .* 1 to 8192, or None"):
+        cls(8, K, hidden_size=size)
 
 
 @pytest.mark.parametrize("cls", [AdaptiveVerifier, AcceptanceEstimator, VerifyPlanner])

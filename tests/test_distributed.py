@@ -1,14 +1,21 @@
-"""Four data-parallel replicas over gloo: the same bits on all, and those of one process that saw all the data."""
+"""Over gloo: four data-parallel replicas have the bits of one process that saw all the data; two ranks that are given
+the same requests in different orders have the same bits, head and offsets included."""
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 
-from av_triton import AdaptiveVerifier, Settings
+from av_triton import AcceptanceEstimator, AdaptiveVerifier, Settings
 from av_triton.distributed import ReplicaRefit
+from av_triton.ops.head import MINIBATCH, PENDING
+from av_triton.ops.select import Q30
+from tests import traffic
+from tests.state import copies, differences
 
 RANKS, ROWS, K, VOCAB, INTERVAL, STEPS = 4, 5, 3, 64, 6, 30
 
@@ -102,3 +109,44 @@ def test_one_replica_alone_is_the_ordinary_refit(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert joined.coefficients() == serve(slice(0, ROWS), 1, common=False).coefficients()
+
+
+def rank_of_two(rank: int, folder: Path, backend: str, steps: int) -> None:
+    """Steps with head, offset and exact labels; each rank has the rows in an order of its own."""
+    torch.set_num_threads(1)
+    os.environ["AV_TRITON_BACKEND"] = backend
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    options = Settings(refit_interval=3, offset_prior=4.0)
+    estimator = AcceptanceEstimator(traffic.SLOTS, traffic.K, settings=options, hidden_size=traffic.D)
+    slots = torch.arange(traffic.SLOTS)
+    estimator.reset(slots, slots.int() % 2)
+    if backend == "triton":  # so few steps fill no minibatch and open no gate
+        estimator.state.head.counts[..., PENDING] = (MINIBATCH - 2) * Q30
+        estimator.state.gates.fill_(Q30)
+    orders = torch.Generator().manual_seed(rank)
+    for step in traffic.traffic(8, steps):
+        order = torch.randperm(traffic.ROWS, generator=orders)
+        step.score(estimator, order)
+        step.observe(estimator, order=order)
+    states: list[dict[str, torch.Tensor]] = [{}, {}]
+    dist.all_gather_object(states, copies(estimator.state))
+    torch.save(states, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name, steps", [("torch", 300), ("triton", 4)])
+def test_two_ranks_with_a_head_have_the_same_bits(tmp_path: Path, name: str, steps: int) -> None:
+    if name == "triton" and not triton.knobs.runtime.interpret:
+        pytest.skip("kernels on CPU tensors need TRITON_INTERPRET=1")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=rank_of_two, args=(rank, tmp_path, name, steps)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(500)
+        assert process.exitcode == 0
+    first, second = torch.load(tmp_path / "0.pt")
+    assert not differences(first, second)
+    assert bool((first["head.weights"] != 0).any())
+    assert int(first["clock"][3]) == steps // 3
+    assert bool((first["gates"] > 0).any())
