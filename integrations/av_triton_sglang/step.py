@@ -26,7 +26,7 @@ from av_triton import (
     merge_entropy,
     merge_logit_max,
 )
-from av_triton.ops.accumulate import OFFSET
+from av_triton.ops.head import MAX_HIDDEN, OFFSET
 from av_triton.ops.logit_max import INVALID, logit_from_partial
 from av_triton.ops.score import acceptance_score_reference
 from av_triton_sglang import costs, graphs, measure, metrics
@@ -66,7 +66,8 @@ def changes_target(request: Any) -> bool:
 class StepContext:
     """See the module. num_draft_positions: K. num_slots: rows of SGLang's request pool. max_rows: largest batch.
     autoregressive: the drafter pays per position, and its hooks follow `start_drafting`. hidden_size: of the drafter's
-    last hidden state, if its hooks have it. Several ranks learn no head: their hidden states may differ.
+    last hidden state, if its hooks have it. Several ranks learn no head, for their hidden states may differ; nor does a
+    state wider than a head may be.
 
     Every rank has one, and calls it alike; files, logs and metrics are rank 0's.
     """
@@ -101,11 +102,12 @@ class StepContext:
                 cost=cost,
                 settings=msgspec.structs.replace(self.config.settings, lag=LAG, autoregressive=autoregressive),
                 max_rows=max_rows,
-                hidden_size=hidden_size if self.ranks.alone else None,
+                hidden_size=hidden_size if self.ranks.alone and (hidden_size or 0) <= MAX_HIDDEN else None,
             )
         if self.config.coefficients and Path(self.config.coefficients).exists():
             self.verifier.load(self.config.coefficients)
-        self.ranks.share(self.verifier.estimator.state.slopes, self.verifier.estimator.state.intercepts)
+        state = self.verifier.estimator.state
+        self.ranks.share(state.labels, state.gates, state.slopes, state.intercepts)
         with self.verifier.device:
             self._slots = torch.full((max_rows,), -1, dtype=torch.int64)
             self._teach = torch.ones(num_slots, dtype=torch.bool)
@@ -191,7 +193,7 @@ class StepContext:
         size = self.verifier.estimator.hidden_size
         if hidden is None or size is None or hidden.shape != (*logits.shape[:-1], size):
             return None
-        return hidden
+        return hidden if hidden.stride(-1) == 1 else hidden.contiguous()
 
     def score_shard(self, logits: Tensor, first_token: int, first: int) -> Tensor:
         """As `score` of argmax drafts whose logits are split over the ranks: what travels is three numbers per row, and
@@ -223,8 +225,10 @@ class StepContext:
         return self.drafted
 
     def follow(self, plan: Plan) -> None:
-        """Draft as deep as the plan says from the next step on; waits for the device."""
-        self._depth = max(int(plan.draft_depth), 1)
+        """Draft as deep as the plan says from the next step on, which waits for the device; a drafter that does not pay
+        per position goes on drafting all."""
+        if self.verifier.settings.autoregressive:
+            self._depth = max(int(plan.draft_depth), 1)
 
     def plan(self, drafts: Tensor | None = None, budget: int | None = None) -> Plan:
         """drafts: int64, of the batch, where ranks may have drafted differently; overwritten by rank 0's.

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from av_triton import CostTable, Settings, entropy_partial, logit_max_partial
+from av_triton.ops.head import MAX_HIDDEN
 from av_triton_sglang import acceptance, graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
@@ -33,7 +34,13 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**fields | changes)
 
 
-def context(tmp_path: Path, autoregressive: bool = False, **config: Any) -> StepContext:
+def context(
+    tmp_path: Path,
+    autoregressive: bool = False,
+    hidden_size: int | None = None,
+    ranks: Ranks | None = None,
+    **config: Any,
+) -> StepContext:
     CostTable(draft=[(1, 1.0)], verify=[(1, 2.0), (40, 80.0)]).save(tmp_path / "cost.json")
     launch = Launch(config=Config(**{"cost_table": str(tmp_path / "cost.json")} | config), algorithm="DSPARK")
     return StepContext(
@@ -44,6 +51,8 @@ def context(tmp_path: Path, autoregressive: bool = False, **config: Any) -> Step
         max_rows=SLOTS,
         device="cpu",
         autoregressive=autoregressive,
+        hidden_size=hidden_size,
+        ranks=ranks,
     )
 
 
@@ -223,6 +232,51 @@ def test_a_drafter_that_pays_per_position_drafts_as_deep_as_planned(tmp_path: Pa
     assert depths[0] == K
     assert depths[-1] == 1
     assert each.verifier.counters()["drafted"].tolist() == [2 * sum(d > k for d in depths) for k in range(K)]
+
+
+@pytest.mark.parametrize("hidden_size, learns", [(None, False), (8, True), (MAX_HIDDEN, True), (MAX_HIDDEN + 1, False)])
+def test_a_hidden_state_that_is_too_wide_for_a_head_is_left_aside(
+    tmp_path: Path, hidden_size: int | None, learns: bool
+) -> None:
+    each = context(tmp_path, hidden_size=hidden_size)
+    assert (each.verifier.estimator.state.head is not None) == learns
+    each.begin(torch.tensor([3]))
+    each.score(torch.randn(1, K, VOCAB), hidden=torch.randn(1, K, hidden_size or 5))
+    each.score(torch.randn(1, VOCAB), position=0, hidden=torch.randn(2 * (hidden_size or 5), 1).T[:, ::2])
+
+
+class Relay:
+    """A group of two: what rank 0 sends, rank 1 gets."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, sent: list[torch.Tensor]) -> None:
+        self.rank_in_group, self.sent = rank, sent
+
+    def broadcast(self, message: torch.Tensor, src: int) -> None:
+        if self.rank_in_group == src:
+            self.sent.append(message.clone())
+        else:
+            message.copy_(self.sent.pop(0))
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        return value
+
+
+def test_ranks_begin_with_what_rank_0_has_loaded(tmp_path: Path) -> None:
+    """A file of coefficients that is not there for the other rank."""
+    learned = context(tmp_path).verifier
+    state = learned.estimator.state
+    for tensor in (state.slopes, state.intercepts, state.labels[:, :K], state.gates):
+        tensor.copy_(torch.rand(tensor.shape) * 100)
+    learned.save(tmp_path / "learned.json")
+    sent: list[torch.Tensor] = []
+    first = context(tmp_path, ranks=Ranks(Relay(0, sent)), coefficients=str(tmp_path / "learned.json"))
+    second = context(tmp_path, ranks=Ranks(Relay(1, sent)))
+    for name in ("slopes", "intercepts", "labels", "gates"):
+        mine, theirs = (getattr(each.verifier.estimator.state, name) for each in (first, second))
+        assert torch.equal(mine, theirs), name
+        assert mine.any(), name
 
 
 class Group:
