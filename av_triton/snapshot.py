@@ -12,6 +12,7 @@ from av_triton.ops.head import LEAST_VARIANCE
 
 VERSION = 2  # 1 had the coefficients alone
 LARGEST = 1e38  # of what is kept in float32
+LARGEST_SUM = 1 << 62  # of what is kept in int64
 
 
 class SnapshotError(ValueError):
@@ -37,8 +38,8 @@ class HeadSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             wrong = next((x for row in rows for x in row if not least <= x <= LARGEST), None)
             if wrong is not None:
                 return f"{name} of the head holds {wrong}"
-        if len(self.behind) != strata or min(self.behind) < 0:
-            return f"behind of the head is {self.behind}, it must hold {strata} numbers, 0 or more"
+        if len(self.behind) != strata or not all(0 <= n <= LARGEST_SUM for n in self.behind):
+            return f"behind of the head is {self.behind}, it must hold {strata} numbers, 0 to 2^62"
         return None
 
 
@@ -88,10 +89,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.refits < 0:
             return f"refits is {self.refits}, it must be 0 or more"
         S, K = len(self.strata), self.num_draft_positions
-        if self.labels is not None and ([len(row) for row in self.labels] != [K] * S or min(map(min, self.labels)) < 0):
-            return f"labels is {self.labels}, it must be {S} lists of {K} numbers, 0 or more"
-        if self.gates is not None and [len(row) for row in self.gates] != [S] * 2:
-            return f"gates is {self.gates}, it must be 2 lists of {S} numbers"
+        for name, lists, length, least in (("labels", S, K, 0), ("gates", 2, S, -LARGEST_SUM)):
+            rows = getattr(self, name)
+            fits = rows is None or [len(row) for row in rows] == [length] * lists
+            if not fits or not all(least <= n <= LARGEST_SUM for row in rows or () for n in row):
+                return f"{name} is {rows}, it must be {lists} lists of {length} numbers, {least and '-2^62'} to 2^62"
         return None if self.head is None else self.head.problem(S)
 
     def write(self, path: str | os.PathLike[str]) -> None:
