@@ -251,8 +251,7 @@ class AcceptanceEstimator:
         if not use_triton(self.device):
             self._sample_torch(logits, slots, seeds, first, count, pointer, value)
         elif rows:
-            drawn = self._row_tokens, self._row_normalisers
-            self._launch(logits, slots, seeds, count, first, pointer, value, drawn)
+            self._launch(logits, slots, seeds, count, first, pointer, value, (outputs[0], outputs[2]))
         self._correct(hidden, slots, first, count)
         at = slice(first, first + count) if position is None else position
         return Drafts(*(each[:rows, at] for each in outputs))
@@ -363,7 +362,7 @@ class AcceptanceEstimator:
         real = (slots >= 0) & (slots < self.max_slots)
         at = slots[real].long()
         stratum = s.strata[at].long()
-        offsets = torch.where(s.gates[_accumulate.OFFSET, stratum] > 0, s.offsets[at], 0.0)
+        offsets = torch.where(s.gates[_head.OFFSET, stratum] > 0, s.offsets[at], 0.0)
         intercepts = s.intercepts[stratum, columns] + offsets[:, None]
         p = acceptance_score_reference(f[real], s.slopes[stratum][:, None], intercepts)
         self._row_scores[:rows, columns] = 0.0
@@ -501,7 +500,7 @@ class AcceptanceEstimator:
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
             if snapshot.head is None:
-                s.gates[_accumulate.HEAD] = -bounds[_accumulate.HEAD]
+                s.gates[_head.HEAD] = -bounds[_head.HEAD]
         s.clock[_accumulate.CYCLE] = 0
 
     @staticmethod

@@ -40,7 +40,7 @@ import triton.language as tl
 
 from av_triton.backend import register_ceiling, use_triton
 from av_triton.ops._checks import INTEGERS, check_acceptance, check_vector
-from av_triton.ops.head import HeadState
+from av_triton.ops.head import HEAD, OFFSET, HeadState
 from av_triton.ops.logit_max import INVALID
 from av_triton.ops.refit import SUMS, C, G, count_labels, refit_reference, solve
 from av_triton.ops.segmented_topk import UNSCORED
@@ -49,8 +49,7 @@ from av_triton.settings import MAX_DRAFT_POSITIONS
 
 LARGEST_ENTRY = 400  # 40² / 4
 MAX_OFFSET = 4.0
-OFFSET, HEAD = range(2)  # rows of EstimatorState.gates
-GATES = (4 * Q30, 8 * Q30)  # their bounds, nats
+GATES = (4 * Q30, 8 * Q30)  # bounds of EstimatorState.gates, nats
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 

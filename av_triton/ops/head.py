@@ -17,8 +17,8 @@ It forgets, so that its steps stay large enough to follow a new workload.
 What is summed is quantised once per draft and coordinate to int64 Q30, so the order of the rows does not matter.
 Weights start at 0: a cold start is exactly the estimator without a head.
 
-Adagrad: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 12 (2011). No optimiser with momentum learned as
-much from the first thousand labels (`make report-score`).
+Adagrad: Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 12 (2011). Adam learns no more and keeps one vector
+more (`python -m benchmarks.score.form`).
 """
 
 from typing import NamedTuple
@@ -37,6 +37,7 @@ RATE, FORGET, MINIBATCH, HORIZON = 0.1, 1 / 256, 32, 4096
 LARGEST_INPUT, LARGEST_CORRECTION, LARGEST_WEIGHT = 4.0, 4.0, 64.0
 LEAST_VARIANCE, LARGEST_VARIANCE = 1e-12, 1e30
 
+OFFSET, HEAD = range(2)  # rows of EstimatorState.gates
 # Rows of HeadState.sums and HeadState.counts.
 GRADIENT, FIRST, SECOND = range(3)
 PENDING, KNOWN, BEHIND, TICKET = range(4)
@@ -63,7 +64,7 @@ class HeadState(NamedTuple):
     """
 
     weights: torch.Tensor  # float32 [S, d + 1]
-    curvature: torch.Tensor  # float32 [S, d + 1], sums of squared gradients
+    curvature: torch.Tensor  # float32 [S, d + 1], forgetful sums of squared gradients
     mean: torch.Tensor  # float32 [S, d + 1]
     variance: torch.Tensor  # float32 [S, d + 1]
     sums: torch.Tensor  # int64 Q30 [S, 3, d + 1], of the minibatch: gradient, first and second moment of z
@@ -322,8 +323,8 @@ def _correct_torch(
     c = (dot * norm + history * state.weights[s, None, -1]).clamp(-LARGEST_CORRECTION, LARGEST_CORRECTION)
     state.norms[at, at_positions], state.histories[at, at_positions] = norm, history
     state.corrections[at, at_positions] = c
-    intercept = intercepts[s, at_positions] + torch.where(gates[0, s] > 0, offsets[at], 0.0)[:, None]
-    intercept = intercept + torch.where((gates[1, s] > 0)[:, None], c, 0.0)
+    intercept = intercepts[s, at_positions] + torch.where(gates[OFFSET, s] > 0, offsets[at], 0.0)[:, None]
+    intercept = intercept + torch.where((gates[HEAD, s] > 0)[:, None], c, 0.0)
     p = acceptance_score_reference(features[at, at_positions], slopes[s][:, None], intercept)
     scores[at, at_positions] = p
     row_scores[: len(slots), at_positions][real] = p

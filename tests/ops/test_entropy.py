@@ -20,7 +20,7 @@ from av_triton import (
 )
 from av_triton.ops.entropy import entropy_reference
 from av_triton.ops.logit_max import launch_shape
-from tests.ops.test_logit_max import bad_rows, row_with_log_odds
+from tests.ops.test_logit_max import bad_rows, row_with_log_odds, scaled
 
 TOLERANCE = 1e-5  # of the entropy; documented: 1e-4, for a GPU's logarithm is not the interpreter's
 
@@ -32,10 +32,8 @@ def entropy(x, temperature=None):
 
 
 def reference(logits, temperature=None):
-    """Entropy per row in nats, float64; 0 and None count as temperature 1."""
-    x = logits.double().numpy()
-    t = np.broadcast_to(np.asarray(1.0 if temperature is None else temperature, np.float64), x.shape[:-1])
-    x = x / np.where(t > 0, np.maximum(t, 1e-4), 1.0)[..., None]
+    """Entropy per row in nats, float64."""
+    x = scaled(logits, temperature)
     out = np.empty(x.shape[:-1])
     for at in np.ndindex(out.shape):
         row = x[at][x[at] > -np.inf]

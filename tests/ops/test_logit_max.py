@@ -12,11 +12,16 @@ from av_triton.ops.logit_max import EMPTY, launch_shape
 TOLERANCE = 2e-6
 
 
-def reference(logits, temperature=None):
-    """log-odds of the most likely token, per row, in float64; 0 and None count as temperature 1."""
+def scaled(logits, temperature=None):
+    """Logits over temperature in float64; 0 and None count as temperature 1."""
     x = logits.double().numpy()
     t = np.broadcast_to(np.asarray(1.0 if temperature is None else temperature, np.float64), x.shape[:-1])
-    x = x / np.where(t > 0, np.maximum(t, 1e-4), 1.0)[..., None]
+    return x / np.where(t > 0, np.maximum(t, 1e-4), 1.0)[..., None]
+
+
+def reference(logits, temperature=None):
+    """log-odds of the most likely token, per row, in float64."""
+    x = scaled(logits, temperature)
     out = np.empty(x.shape[:-1])
     for at in np.ndindex(out.shape):
         row = x[at]
