@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     refit_interval: int = 32
     ridge: float = 1e-3
     damping: float = 50.0
-    memory: float = 4.0
+    memory: float = 8.0
     max_slope_step: float = 0.1
     max_intercept_step: float = 2.0
     strata: tuple[str, ...] = ("sampled", "greedy")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from av_triton import AcceptanceEstimator, Settings
-from av_triton.ops.accumulate import GATES, HEAD, OFFSET
+from av_triton.ops.accumulate import GATES, HEAD, OFFSET, SETTLED
 from av_triton.ops.select import Q30
 from tests.state import copies, differences
-from tests.traffic import SLOTS, D, K, Step, traffic
+from tests.traffic import SLOTS, D, K, Step, settle, traffic
 
 BASE = ("features", "strata", "slopes", "intercepts", "sums", "labels", "counters", "clock")
 
@@ -16,6 +16,7 @@ def estimator(head: bool = True, prior: float | None = 4.0, interval: int = 8) -
     options = Settings(offset_prior=prior, refit_interval=interval)
     made = AcceptanceEstimator(SLOTS, K, settings=options, hidden_size=D if head else None)
     made.reset(torch.arange(SLOTS), torch.arange(SLOTS).int() % 2)
+    settle(made)
     return made
 
 
@@ -44,6 +45,22 @@ def test_scores_are_bit_for_bit_the_base_s_until_a_gate_opens(backend, exact):
         step.observe(ours, exact)
         step.observe(base, exact)
     assert backend == "triton" or (bool(opened.all()) and differed)
+
+
+def test_gates_move_from_4096_labels_of_their_stratum_on(backend):
+    ours = estimator(interval=100)
+    ours.state.labels[:] = torch.tensor([[SETTLED - 3, 1, 1, 0], [SETTLED - 3, 1, 1, 1]]) * Q30
+    ours.state.gates.zero_()
+    for step in traffic(9, 2):
+        step.score(ours)
+        step.observe(ours)
+    assert not ours.state.gates[:, 0].any()
+    assert bool(ours.state.gates[OFFSET, 1])
+    assert not ours.state.gains.any()
+    ours.state.labels.fill_(1 << 62)
+    step.score(ours)
+    step.observe(ours)
+    assert bool(ours.state.gates[OFFSET, 0])
 
 
 def test_with_the_head_s_gate_closed_scores_are_those_with_the_offset_alone(backend):

@@ -120,6 +120,7 @@ def rank_of_two(rank: int, folder: Path, backend: str, steps: int) -> None:
     estimator = AcceptanceEstimator(traffic.SLOTS, traffic.K, settings=options, hidden_size=traffic.D)
     slots = torch.arange(traffic.SLOTS)
     estimator.reset(slots, slots.int() % 2)
+    traffic.settle(estimator)
     if backend == "triton":  # so few steps fill no minibatch and open no gate
         estimator.state.head.counts[..., PENDING] = (MINIBATCH - 2) * Q30
         estimator.state.gates.fill_(Q30)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from av_triton import AcceptanceEstimator, Settings
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
+from tests.traffic import settle
 
 STRATA = ["sampled", "greedy"]
 
@@ -181,6 +182,7 @@ def learned(hidden_size=4, rows=6, steps=40):
     """An estimator whose head has taken some steps and whose gates have moved."""
     torch.manual_seed(3)
     estimator = AcceptanceEstimator(rows, 3, settings=Settings(offset_prior=16.0), hidden_size=hidden_size)
+    settle(estimator)
     slots = torch.arange(rows)
     for _ in range(steps):
         hidden = torch.randn(rows, 3, hidden_size or 1)

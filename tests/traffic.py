@@ -6,9 +6,16 @@ from dataclasses import dataclass
 import torch
 
 from av_triton import AcceptanceEstimator
+from av_triton.ops.accumulate import SETTLED
+from av_triton.ops.select import Q30
 
 ROWS, K, D = 6, 3, 16
 SLOTS = ROWS + 2
+
+
+def settle(estimator: AcceptanceEstimator) -> None:
+    """As after many labels: its gates move from now on."""
+    estimator.state.labels[:, 0] = SETTLED * Q30
 
 
 def two_tokens(f: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,10 @@ correction's on top of the offset where that is served:
 
     S = min(max(S + sum of omega (loss without it - loss with it), -B), B)
 
-S is -B until the first refit, for to be ahead of the initial coefficients proves nothing. Were the law without the
-addition true, e^-B would bound the chance that a run of labels opens the gate; B is 4 for the offset, which has no
-coefficients, and 8 for the head, which has hundreds.
+S is -B until the stratum has been refitted on 4096 labels: to be ahead of coefficients that still move proves little,
+and by then the nats that a gate can lose are few per label. Were the law without the addition true, e^-B would bound
+the chance that a run of labels opens the gate; B is 4 for the offset, which has no coefficients, and 8 for the head,
+which has hundreds.
 
 Each contribution is quantised once to int64 Q30 and then only added. Integer addition is associative: any grid, order
 of rows, replay or split over ranks gives the same bits. |f| <= 40, p(1-p) <= 1/4 and omega <= 1 bound an entry by
@@ -50,6 +51,7 @@ from av_triton.settings import MAX_DRAFT_POSITIONS
 LARGEST_ENTRY = 400  # 40² / 4
 MAX_OFFSET = 4.0
 GATES = (4 * Q30, 8 * Q30)  # bounds of EstimatorState.gates, nats
+SETTLED = 4096  # labels behind a stratum's coefficients from which on its gates move
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 
@@ -63,6 +65,7 @@ _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
 _OFFSET_GATE, _HEAD_GATE = tl.constexpr(GATES[OFFSET]), tl.constexpr(GATES[HEAD])
+_SETTLED = tl.constexpr(SETTLED * Q30)
 _BLOCK = 64
 
 
@@ -198,10 +201,10 @@ def _add_gain(without, with_it, y, omega, stratum, gains, STRATA: tl.constexpr):
 
 
 @triton.jit
-def _move_gate(gate, gain, BOUND: tl.constexpr, untried):
+def _move_gate(gate, gain, BOUND: tl.constexpr, settled):
     now = tl.load(gate)
     moved = tl.minimum(tl.maximum(now + tl.load(gain, cache_modifier=".cg"), -BOUND), BOUND)
-    tl.store(gate, tl.where(untried, now, moved))
+    tl.store(gate, tl.where(settled, moved, now))
     tl.store(gain, 0)
 
 
@@ -321,10 +324,10 @@ def observe_kernel(
         tl.store(clock, 0)
         tl.store(clock + 1, tl.load(clock + 1) + 1)
         if (PRIOR is not None) or (corrections is not None):
-            untried = tl.load(clock + 3) == 0
             for s in tl.static_range(STRATA):
-                _move_gate(gates + s, gains + s, _OFFSET_GATE, untried)
-                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE, untried)
+                settled = tl.sum(tl.minimum(tl.load(labels + s * P + k), _SETTLED), 0) >= _SETTLED
+                _move_gate(gates + s, gains + s, _OFFSET_GATE, settled)
+                _move_gate(gates + STRATA + s, gains + STRATA + s, _HEAD_GATE, settled)
         if cycle >= interval:
             for s in tl.static_range(STRATA):
                 at_s = s * P
@@ -471,9 +474,9 @@ def _gain_torch(
 ) -> None:
     """Move a gate by what its addition to the log-odds gains."""
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
-    if int(state.clock[REFITS]):
-        state.gates[gate].index_add_(0, strata, (gain * Q30).to(torch.int64).sum(1))
-        state.gates[gate].clamp_(-GATES[gate], GATES[gate])
+    settled = state.labels.clamp(max=SETTLED * Q30).sum(1) >= SETTLED * Q30
+    moved = state.gates[gate].index_add(0, strata, (gain * Q30).to(torch.int64).sum(1))
+    state.gates[gate] = torch.where(settled, moved.clamp(-GATES[gate], GATES[gate]), state.gates[gate])
 
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])

@@ -49,7 +49,7 @@ def refit_reference(
     max_slope_step: float = 0.1,
     max_intercept_step: float = 2.0,
     before: torch.Tensor | None = None,
-    memory: float = 4.0,
+    memory: float = 8.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `refit`, for any leading dimensions: sums [..., 6, K], slope [...], intercepts and before [..., K]."""
     a, b, c, h, g, n = (sums[..., i, :].double() / Q30 for i in range(SUMS))
@@ -172,7 +172,7 @@ def refit(
     max_slope_step: float = 0.1,
     max_intercept_step: float = 2.0,
     before: torch.Tensor | None = None,
-    memory: float = 4.0,
+    memory: float = 8.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(slope, intercepts) after one damped Newton step of every stratum.
 

@@ -16,9 +16,10 @@ Labels are verdicts, or exact acceptance probabilities: y_k with weight omega_k.
   variance *= 1 + r (<u^2> - 1), <.> over these labels, from 0 and 1: about the old mean and of clipped values, so that
   it finds any scale from there.
 - **Gate.** S += sum omega (loss without - loss with), in nats, after each step, S kept within +-bound; open where
-  S > 0: a CUSUM test. S is -bound until the first refit, for to be ahead of the initial coefficients is no evidence.
-  Were the score without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is
-  4 for the offset, which has no coefficients, and 8 for the head, with hundreds.
+  S > 0: a CUSUM test. S is -bound until the coefficients have been refitted on 4096 labels: to be ahead of coefficients
+  that still move is little evidence, and the nats that a gate can lose are few per label by then. Were the score
+  without the addition true, e^-bound would bound the chance that a run of labels opens it. The bound is 4 for the
+  offset, which has no coefficients, and 8 for the head, with hundreds.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 CLIP = 4.0  # standard deviations of a coordinate; log-odds of an offset or a correction
 OFFSET_BOUND, HEAD_BOUND = 4.0, 8.0  # nats
+SETTLED = 4096  # labels from which on a gate counts evidence
 RATE, UPDATE, FORGET, MEMORY = 0.1, 32, 1 / 256, 4096
 
 
@@ -72,7 +74,7 @@ class Base:
         if self.steps % self.interval == 0:
             self._refit()
 
-    def _refit(self, ridge: float = 1e-3, damping: float = 50.0, memory: float = 4.0) -> None:
+    def _refit(self, ridge: float = 1e-3, damping: float = 50.0, memory: float = 8.0) -> None:
         a, b, c, h, g, n = self.sums
 
         def damped(step: Floats, information: Floats, n: Floats, past: Floats) -> Floats:
@@ -202,7 +204,7 @@ class Restated:
         def gain(without: Floats, adds: Floats) -> float:
             return float((omega * (softplus(without) - softplus(adds) + y * (adds - without))).sum())
 
-        if self.base.past.any():
+        if self.base.past.sum() >= SETTLED:
             self.offset_gate.observe(gain(z, offset))
             self.head_gate.observe(gain(below, above))
         p = expit(z)

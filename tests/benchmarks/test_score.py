@@ -9,10 +9,11 @@ from scipy.special import expit
 
 from av_triton import Settings
 from benchmarks.score import compare, scenarios
-from benchmarks.score.additions import CLIP, HEAD_BOUND, OFFSET_BOUND, Additions, Gate, Restated, labels
+from benchmarks.score.additions import CLIP, HEAD_BOUND, OFFSET_BOUND, SETTLED, Additions, Gate, Restated, labels
 from benchmarks.score.arms import Estimator, Peer
 from benchmarks.score.report import ARMS, ARTICLE, restated
 from benchmarks.score.streams import Rounds, batches, in_turn, joined, load, shuffled
+from tests.traffic import settle
 
 DATA = Path(__file__).parents[2] / "benchmarks/score/data"
 EVERYTHING = Additions(exact=True, offset=16.0, history=True, hidden=True)
@@ -151,10 +152,14 @@ def test_no_score_depends_on_the_draft_that_it_is_of(rounds):
         assert k == 2 or (after[:, k + 1] != before[:, k + 1]).all()
 
 
-def run(rounds: Rounds, additions: Additions, rows: int = 8) -> tuple[Restated, np.ndarray, np.ndarray]:
-    """The arm after the stream, and its scores beside those of the base."""
+def run(
+    rounds: Rounds, additions: Additions, rows: int = 8, settled: bool = True
+) -> tuple[Restated, np.ndarray, np.ndarray]:
+    """The arm after the stream, and its scores beside those of the base. settled: its gates move from the start."""
     positions, width = rounds.hidden.shape[1:]
     arm, base = (Restated(rows, positions, width, each) for each in (additions, Additions(exact=additions.exact)))
+    if settled:
+        arm.base.past[0] = base.base.past[0] = SETTLED
     scores = []
     for batch in batches(rounds, rows, shuffled(rounds), 0):
         scores.append((arm.score(batch), base.score(batch)))
@@ -163,8 +168,10 @@ def run(rounds: Rounds, additions: Additions, rows: int = 8) -> tuple[Restated, 
     return arm, *map(np.concatenate, zip(*scores, strict=True))
 
 
-def test_until_the_first_refit_the_score_is_the_bases():
-    arm, with_additions, base = run(synthetic(strength=2.0, requests=32, length=31), EVERYTHING, rows=32)
+def test_until_4096_labels_the_score_is_the_bases():
+    rounds = synthetic(strength=2.0, requests=64)
+    assert 2000 < rounds.weights.sum() < SETTLED
+    arm, with_additions, base = run(rounds, EVERYTHING, settled=False)
     assert np.abs(arm.head.v).max() > 0
     np.testing.assert_array_equal(with_additions, base)
 
@@ -194,6 +201,7 @@ def test_the_offset_follows_the_request():
     own = np.where(rounds.request % 2, 2.0, -2.0)[:, None]
     moved = replace(rounds, alpha=expit(0.5 * rounds.features - 0.2 + own).astype(np.float32))
     arm = Restated(4, 3, 8, Additions(offset=16.0))
+    arm.base.past[0] = SETTLED
     at_end = []
     for batch in batches(moved, 4, shuffled(moved), 0):
         arm.score(batch)
@@ -292,6 +300,8 @@ def test_the_library_learns_what_is_restated(exact):
     rounds = replace(rounds, log_q=-np.logaddexp(0.0, -rounds.features).astype(np.float32))  # the most likely tokens
     restatement = Restated(8, 3, 8, replace(EVERYTHING, exact=exact))
     library = Estimator(8, 3, Settings(offset_prior=16.0), exact=exact, width=8)
+    restatement.base.past[0] = SETTLED
+    settle(library.inner)
     gaps = []
     for batch in batches(rounds, 8, shuffled(rounds), seed=2):
         p, q = restatement.score(batch), library.score(batch)
