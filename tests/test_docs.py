@@ -1,11 +1,14 @@
-"""The code in the documents runs as it is printed."""
+"""The code in the documents runs as it is printed, and defaults are those of the code."""
 
+import json
 import re
 from pathlib import Path
 
+import msgspec
 import torch
 
-from av_triton import AdaptiveVerifier
+from av_triton import AdaptiveVerifier, Settings
+from av_triton_sglang.flag import Config
 
 DOCS = Path(__file__).parents[1]
 
@@ -42,3 +45,25 @@ def test_the_steps_of_the_readme_run(tmp_path, monkeypatch):
     exec(code, names := given | {"draft_logits": torch.randn(8, 4, 50)})
     assert names["verifier"].status().steps == 3
     assert names["plan"].cu_verify[-1] == names["plan"].admitted.sum() + 8
+
+
+def defaults(page: str, heading: str) -> dict[str, object]:
+    """Of the tables below the heading: names in the first column, the default in the second, as JSON or in words."""
+    section = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    words = {"none": None, "`False`": False, "`True`": True}
+    found: dict[str, object] = {}
+    for names, value in re.findall(r"^\| (`.+?) \| (.+?) \|", section, flags=re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", names):
+            found[name] = words[value] if value in words else json.loads(value.strip("`"))
+    return found
+
+
+def test_the_defaults_of_the_user_guide_are_those_of_settings():
+    found = defaults("docs/user-guide.md", "Settings")
+    assert len(found) == 10
+    assert found == {name: getattr(Settings(), name) for name in found}
+
+
+def test_the_options_of_the_plug_in_are_all_documented_with_their_defaults():
+    found = defaults("docs/sglang.md", "Options")
+    assert found == msgspec.to_builtins(Config()) | {"settings": {}, "ragged_backends": []}
