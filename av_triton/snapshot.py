@@ -47,8 +47,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The coefficients of an estimator: p = sigmoid(slopes[s] * f + intercepts[s][k]) in stratum s at position k.
 
     num_draft_positions: K. strata: names, S of them. slopes: S, 0 or more. intercepts: S lists of K.
-    refits: Newton steps behind them. labels: behind each coefficient, Q30, S lists of K. gates: of the offset and of
-    the head, Q30 nats, 2 lists of S. head: None: there was none. A file of version 1 has neither of these three.
+    refits: Newton steps of the estimator that wrote it, without those of a file it had loaded. labels: behind each
+    coefficient, Q30, S lists of K. gates: of the offset and of the head, Q30 nats, 2 lists of S. head: None: there was
+    none. A file of version 1 has none of these three.
     Invalid values raise SnapshotError at construction.
     """
 

@@ -35,7 +35,7 @@ class AdaptiveVerifier:
 
     Per step: `score` (the drafter's logits), `plan` (what to verify), the target's forward, `observe` (the verdicts).
     The steady state neither synchronises with the host nor allocates; on a GPU every call is one launch (plan: two)
-    that a CUDA graph can capture.
+    that a CUDA graph can capture; with a head `score`, `sample` and `observe` are two each.
 
         verifier = AdaptiveVerifier(max_slots=256, num_draft_positions=7, device="cuda", cost=cost)
         verifier.reset(new_slots)
@@ -134,11 +134,12 @@ class AdaptiveVerifier:
         return self.estimator.coefficients()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the coefficients to a file, atomically."""
+        """Write what was learned (coefficients, gates, head) to a file, atomically; see `AcceptanceEstimator.save`."""
         self.estimator.save(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over saved coefficients; SnapshotError, and nothing changed, where the file does not fit."""
+        """Take over what was saved; SnapshotError, and nothing changed, where the file does not fit. The counters go on
+        as they were, `refits` among them."""
         self.estimator.load(path)
 
     def counters(self) -> dict[str, npt.NDArray[np.int64]]:

@@ -725,6 +725,16 @@ def test_counters_add_up(backend, rng):
     assert 0 < c["expected_accepted"].sum() / 2**30 < c["labelled"].sum()
 
 
+def test_a_reading_of_the_counters_stays_as_it_was(backend, rng):
+    verifier, slots = make(Settings(refit_interval=1)), ints(0, 1)
+    before = verifier.counters()
+    verifier.score(peaked(rng, 2), slots)
+    verifier.plan(slots)
+    verifier.observe(slots, ints(1, 2))
+    assert not any(value.any() for value in before.values())
+    assert verifier.counters()["accepted"].sum() == 3
+
+
 def test_the_estimator_and_the_planner_work_alone(backend, rng):
     estimator = AcceptanceEstimator(SLOTS, K, settings=Settings(refit_interval=1))
     planner = VerifyPlanner(SLOTS, K, cost=COST)

@@ -3,7 +3,8 @@
 For a draft at position k with hidden state h, of a request in stratum s,
 
     z[i] = clamp((h[i] - mean[s, i]) / sqrt(variance[s, i]), -4, 4)        a NaN counts as 0
-    x    = (z / |z|, (log q(x_{k-1}) + 1) / 2)                             the last entry is 0 at k = 0 or where unknown
+    x    = (z / |z|, (log q(x_{k-1}) + 1) / 2)                             the last entry at least -4;
+                                                                           0 at k = 0 or where unknown
     c    = weights[s] . x, at most 4 either way
 
 With p = sigmoid(w f + b + o + c), the offset o where it is served, the residual omega (y - p) of every labelled draft

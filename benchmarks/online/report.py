@@ -159,7 +159,9 @@ def body(found: list[Result], seeds: int) -> str:
         "`benchmarks/traces/data`. At rest: the second half of three times as many steps as a cold start has. 4 rows: "
         "batches of 4 requests, from a cold start. Budget: that share of the drafts is verified, the others teach "
         "nothing. Starved position: positions 2 to 5 are all but never accepted, then nearly always; each rule "
-        "decides by its own planner."
+        'decides by its own planner. Verdicts: "better" and "worse" where the interval of the difference excludes '
+        '0, however small the difference is; "level" elsewhere. "Not as it should be": worse, or no more than level '
+        "where ours was built to be better."
     )
     outcome = (
         f"Of {len(found)} scenarios ours is better in {verdicts.count('better')}, level in {verdicts.count('level')}, "

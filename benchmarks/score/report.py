@@ -237,22 +237,24 @@ class Report:
             for name, result in self.found[kind].items():
                 gap = result.difference(arm, len(SPANS) - 1)
                 more = result.ece(arm) - result.ece(0)
-                reached = "" if gap.value <= TARGET else f" (aim: {TARGET:+.3f})"
+                reached = "" if gap.value <= TARGET else f" (the aim of {TARGET:+.3f} is missed)"
                 raised = f", above the bound of {ECE_BOUND}" if more > ECE_BOUND else ""
                 after = f"{name}, {held}, after {SETTLED:,} labels"
-                lines.append(f"{after}: log-loss {signed(gap)}{reached}, ECE {more:+.4f}{raised}.")
+                lines.append(
+                    f"{ALL} against {ARTICLE}, {after}: log-loss {signed(gap)}{reached}, ECE {more:+.4f}{raised}."
+                )
         harm = self.found["harm"]
-        for each, other in HARM_PAIRS[1:3]:
+        for each, other in (*HARM_PAIRS[1:3], HARM_PAIRS[-1]):
             arm, against = list(HARM).index(each), list(HARM).index(other)
             worse = [name for name, result in harm.items() if result.difference(arm, against=against).value > BOUND]
             window = {name: result.worst_window(arm, against) for name, result in harm.items()}
-            above = [f"{name} ({value:+.4f})" for name, value in window.items() if value > BOUND]
+            above, worst = sum(value > BOUND for value in window.values()), max(window, key=lambda name: window[name])
             deepest = max(result.deepest(arm, against) for result in harm.values())
             lines.append(
                 f"{each} against {other}, where additions could do harm: over the whole stream more than {BOUND} above "
                 f"in {len(worse)} of {len(harm)} scenarios{': ' if worse else ''}{'; '.join(worse)}. In the worst "
-                f"window of {WINDOW:,} labels of any seed in {len(above)}{': ' if above else ''}{'; '.join(above)}. "
-                f"The largest sum that was lost: {deepest:.1f} nats."
+                f"window of {WINDOW:,} labels of any seed in {above}, most in {worst} ({window[worst]:+.4f}); the last "
+                f"table has all. The largest sum that was lost: {deepest:.1f} nats."
             )
         return lines
 
@@ -263,6 +265,8 @@ class Report:
             "acceptance probabilities as labels; an offset for each request; and a linear head, learned online, on the "
             "drafted prefix (history) and on the drafter's last hidden state, behind a gate that is open while the "
             "addition has been ahead. `benchmarks/score/additions.py` has the formulas; it is a restatement in numpy. "
+            f'"{ALL}" is all four; "{VERDICTS}" the same without exact labels; "{LIBRARY}" what `AdaptiveVerifier` '
+            "does where it is given hidden states and exact labels, with no offset. "
             "The article's estimator is the project's `AcceptanceEstimator` taught by verdicts, vLLM's rule that of "
             "`benchmarks/peers/adaptive_rule.py`. Scored is every draft before its label is seen, by its expected "
             "log-loss under the exact acceptance probability, weighted by the probability that it gets a label (nats "

@@ -471,7 +471,8 @@ def claims(found: Results) -> str:
     lines = [
         f"Wanted, by CPU time: where verification is compute-bound (all drafts cost the target {COMPUTE_BOUND} times "
         f"what none cost, or more) no fixed length is faster; at 1 and 2 requests at least {1 - BYPASS_LOSS} of the "
-        "same fixed length.\n",
+        "same fixed length. A state is what all passes say, the noise above in it: a ratio no further from 1 than "
+        "that factor shows nothing.\n",
         *(f"- {line}" for line in wrong),
         *([] if any(compute_bound(found, *each) for each in found.adaptive()) else ["- Nowhere compute-bound here."]),
         *(f"- {state}: {line}" for state, of_state in verdicts(found).items() for line in of_state),

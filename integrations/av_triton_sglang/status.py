@@ -3,9 +3,6 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from av_triton.metrics import Q30, difference
 from av_triton_sglang.metrics import Metrics
 from av_triton_sglang.step_times import Timed
@@ -21,16 +18,12 @@ class Reporter:
 
     def __init__(self, context: "StepContext", metrics: Metrics | None) -> None:
         self._context, self._metrics = context, metrics
-        self._last = self._counters()
+        self._last = context.verifier.counters()
         self._timed = Timed()
-
-    def _counters(self) -> dict[str, npt.NDArray[np.int64]]:
-        # Copies: on a CPU they are views of what the next step adds to.
-        return {name: value.copy() for name, value in self._context.verifier.counters().items()}
 
     def report(self) -> None:
         """One line about the steps since the last one, and the metrics moved on."""
-        now = self._counters()
+        now = self._context.verifier.counters()
         new = difference(now, self._last)
         self._last = now
         timed = self._context.times.timed.since(self._timed)

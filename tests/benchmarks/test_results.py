@@ -1,5 +1,7 @@
 """The results page and the bootstrap intervals."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,18 @@ def test_a_section_replaces_itself_alone(tmp_path):
     assert before.index("## Estimator") < before.index("## Serving")
     assert "`make a`" in before
     assert f"torch {results.version('torch')}" in before
+
+
+def test_the_contents_link_the_sections_that_are_there(tmp_path):
+    page = tmp_path / "results.md"
+    results.publish("online", "Learning online, against the peer's rule", "make b", "text", page)
+    results.publish("simulation", "At scale, simulated", "make c", "text", page)
+    links = re.findall(r"^- \[.*?\]\(#(.*?)\):", page.read_text(), flags=re.MULTILINE)
+    assert links == ["learning-online-against-the-peers-rule", "at-scale-simulated"]
+
+
+def test_the_page_in_the_repository_is_what_would_be_written():
+    assert results.PAGE.read_text() == results.rendered(results.sections_of(results.PAGE))
 
 
 def test_the_command_says_what_was_not_as_usual():
