@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 
 CLIP = 4.0  # standard deviations of a coordinate; log-odds of an offset or a correction
 OFFSET_BOUND, HEAD_BOUND = 4.0, 8.0  # nats
-SETTLED = 4096  # labels from which on a gate counts evidence
+EVIDENCE_FROM = 4096  # labels
 RATE, UPDATE, FORGET, MEMORY = 0.1, 32, 1 / 256, 4096
 
 
@@ -204,7 +204,7 @@ class Restated:
         def gain(without: Floats, adds: Floats) -> float:
             return float((omega * (softplus(without) - softplus(adds) + y * (adds - without))).sum())
 
-        if self.base.past.sum() >= SETTLED:
+        if self.base.past.sum() >= EVIDENCE_FROM:
             self.offset_gate.observe(gain(z, offset))
             self.head_gate.observe(gain(below, above))
         p = expit(z)

@@ -129,6 +129,16 @@ class Result:
         """The largest mean difference over consecutive steps of about `WINDOW` labels, of any run."""
         return max(worst(each, arm, against) for each in self.runs)
 
+    def highest_mean(self, arm: int, against: int = 0) -> float:
+        """The largest mean difference over all labels so far, at any point from `WINDOW` labels on, of any run."""
+        found = []
+        for each in self.runs:
+            steps = np.array(each.steps)
+            weight = steps[:, 0].cumsum()
+            mean = np.cumsum(steps[:, 1 + arm] - steps[:, 1 + against]) / weight
+            found.append(mean[min(int(np.searchsorted(weight, WINDOW)), len(mean) - 1) :].max())
+        return float(max(found))
+
     def deepest(self, arm: int, against: int = 0) -> float:
         """The largest sum of differences over consecutive steps, nats, of any run."""
         found = 0.0

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from benchmarks import intervals, results
 from benchmarks.resume import Store
 from benchmarks.score import scenarios
-from benchmarks.score.additions import HEAD_BOUND, OFFSET_BOUND, Additions, Restated
+from benchmarks.score.additions import EVIDENCE_FROM, HEAD_BOUND, OFFSET_BOUND, Additions, Restated
 from benchmarks.score.arms import Estimator, Peer
 from benchmarks.score.compare import SETTLED, SPANS, WINDOW, Make, Result, Run, run
 from benchmarks.score.scenarios import FOLDS, ROWS, Scenario
@@ -135,7 +135,8 @@ def harm_row(name: str, result: Result) -> tuple[str, ...]:
     for each, other in HARM_PAIRS:
         arm, against = order.index(each), order.index(other)
         mean = result.difference(arm, against=against).value
-        cells.append(f"{mean:+.4f} / {result.worst_window(arm, against):+.4f} / {result.deepest(arm, against):.1f}")
+        highest, window = result.highest_mean(arm, against), result.worst_window(arm, against)
+        cells.append(f"{mean:+.4f} / {highest:+.4f} / {window:+.4f} / {result.deepest(arm, against):.1f}")
     return (name, f"{result.labels():,.0f}", *cells)
 
 
@@ -192,7 +193,10 @@ class Report:
                 columns = ("traces", "labels", *list(arms)[1:])
                 found.append((f"{title}: above the article's", columns, difference_table(self.found[kind], arms)))
         harm = [harm_row(name, result) for name, result in self.found["harm"].items()]
-        title = f"Where an addition could do harm: mean / worst {WINDOW:,} labels / largest sum that was lost, nats"
+        title = (
+            f"Where an addition could do harm: mean / highest mean so far from {WINDOW:,} labels on / worst {WINDOW:,} "
+            "labels / largest sum that was lost, nats"
+        )
         found.append((title, HARM_COLUMNS, harm))
         return found
 
@@ -246,15 +250,17 @@ class Report:
         harm = self.found["harm"]
         for each, other in (*HARM_PAIRS[1:3], HARM_PAIRS[-1]):
             arm, against = list(HARM).index(each), list(HARM).index(other)
-            worse = [name for name, result in harm.items() if result.difference(arm, against=against).value > BOUND]
+            so_far = {name: result.highest_mean(arm, against) for name, result in harm.items()}
+            worse = [f"{name} ({value:+.4f})" for name, value in so_far.items() if value > BOUND]
             window = {name: result.worst_window(arm, against) for name, result in harm.items()}
             above, worst = sum(value > BOUND for value in window.values()), max(window, key=lambda name: window[name])
             deepest = max(result.deepest(arm, against) for result in harm.values())
             lines.append(
-                f"{each} against {other}, where additions could do harm: over the whole stream more than {BOUND} above "
-                f"in {len(worse)} of {len(harm)} scenarios{': ' if worse else ''}{'; '.join(worse)}. In the worst "
-                f"window of {WINDOW:,} labels of any seed in {above}, most in {worst} ({window[worst]:+.4f}); the last "
-                f"table has all. The largest sum that was lost: {deepest:.1f} nats."
+                f"{each} against {other}, where additions could do harm: the mean over all labels so far is more than "
+                f"{BOUND} above at some point from {WINDOW:,} labels on, of any seed, in {len(worse)} of {len(harm)} "
+                f"scenarios{': ' if worse else ''}{'; '.join(worse)}; at its highest {max(so_far.values()):+.4f}. In "
+                f"windows of {WINDOW:,} labels in {above}, most in {worst} ({window[worst]:+.4f}); the last table has "
+                f"all. The largest sum that was lost: {deepest:.1f} nats."
             )
         return lines
 
@@ -282,10 +288,10 @@ class Report:
         )
         why = (
             f"A gate opens after {OFFSET_BOUND:g} (offset) or {HEAD_BOUND:g} nats (head) of evidence, counted from "
-            "the first refit on, and closes when as much is lost again, by the labels: so a change of workload or a "
-            "feature gone wrong costs about that much, however many requests there are. The largest sums are more than "
-            "that where a gate opened again, where both were open, where many labels come in one step, and where a "
-            "draft's expected loss is far from that of its label (one-hot rows). "
+            f"{EVIDENCE_FROM:,} labels on, and closes when as much is lost again, by the labels: so a change of "
+            "workload or a feature gone wrong costs about that much, however many requests there are. The largest sums "
+            "are more than that where a gate opened again, where both were open, where many labels come in one step, "
+            "and where a draft's expected loss is far from that of its label (one-hot rows). "
             f"Spread over {WINDOW:,} labels, {HEAD_BOUND:g} nats are {HEAD_BOUND / WINDOW:.3f}: no test on so few "
             "labels can keep a promise below that."
         )

@@ -9,7 +9,7 @@ from scipy.special import expit
 
 from av_triton import Settings
 from benchmarks.score import compare, scenarios
-from benchmarks.score.additions import CLIP, HEAD_BOUND, OFFSET_BOUND, SETTLED, Additions, Gate, Restated, labels
+from benchmarks.score.additions import CLIP, EVIDENCE_FROM, HEAD_BOUND, OFFSET_BOUND, Additions, Gate, Restated, labels
 from benchmarks.score.arms import Estimator, Peer
 from benchmarks.score.report import ARMS, ARTICLE, restated
 from benchmarks.score.streams import Rounds, batches, in_turn, joined, load, shuffled
@@ -159,7 +159,7 @@ def run(
     positions, width = rounds.hidden.shape[1:]
     arm, base = (Restated(rows, positions, width, each) for each in (additions, Additions(exact=additions.exact)))
     if settled:
-        arm.base.past[0] = base.base.past[0] = SETTLED
+        arm.base.past[0] = base.base.past[0] = EVIDENCE_FROM
     scores = []
     for batch in batches(rounds, rows, shuffled(rounds), 0):
         scores.append((arm.score(batch), base.score(batch)))
@@ -170,7 +170,7 @@ def run(
 
 def test_until_4096_labels_the_score_is_the_bases():
     rounds = synthetic(strength=2.0, requests=64)
-    assert 2000 < rounds.weights.sum() < SETTLED
+    assert 2000 < rounds.weights.sum() < EVIDENCE_FROM
     arm, with_additions, base = run(rounds, EVERYTHING, settled=False)
     assert np.abs(arm.head.v).max() > 0
     np.testing.assert_array_equal(with_additions, base)
@@ -201,7 +201,7 @@ def test_the_offset_follows_the_request():
     own = np.where(rounds.request % 2, 2.0, -2.0)[:, None]
     moved = replace(rounds, alpha=expit(0.5 * rounds.features - 0.2 + own).astype(np.float32))
     arm = Restated(4, 3, 8, Additions(offset=16.0))
-    arm.base.past[0] = SETTLED
+    arm.base.past[0] = EVIDENCE_FROM
     at_end = []
     for batch in batches(moved, 4, shuffled(moved), 0):
         arm.score(batch)
@@ -280,6 +280,7 @@ def test_worst_window_and_deepest_loss():
     result = compare.Result.of([run])
     assert result.deepest(1) == pytest.approx(4)
     assert result.worst_window(1) == pytest.approx(4 / 1000)
+    assert result.highest_mean(1) == pytest.approx(-6 / 1500)
 
 
 def test_scenarios_that_the_issue_names_are_there(rounds):
@@ -300,7 +301,7 @@ def test_the_library_learns_what_is_restated(exact):
     rounds = replace(rounds, log_q=-np.logaddexp(0.0, -rounds.features).astype(np.float32))  # the most likely tokens
     restatement = Restated(8, 3, 8, replace(EVERYTHING, exact=exact))
     library = Estimator(8, 3, Settings(offset_prior=16.0), exact=exact, width=8)
-    restatement.base.past[0] = SETTLED
+    restatement.base.past[0] = EVIDENCE_FROM
     settle(library.inner)
     gaps = []
     for batch in batches(rounds, 8, shuffled(rounds), seed=2):
