@@ -34,8 +34,8 @@ class AdaptiveVerifier:
     """Adaptive verification for one drafter/target pair, on one device and one stream.
 
     Per step: `score` (the drafter's logits), `plan` (what to verify), the target's forward, `observe` (the verdicts).
-    The steady state neither synchronises with the host nor allocates; on a GPU every call is one launch (plan: two; with
-    a head score, sample and observe too) that a CUDA graph can capture.
+    The steady state neither synchronises with the host nor allocates; on a GPU every call is one launch (plan: two; so
+    are score, sample and observe with a head) that a CUDA graph can capture.
 
         verifier = AdaptiveVerifier(max_slots=256, num_draft_positions=7, device="cuda", cost=cost)
         verifier.reset(new_slots)
