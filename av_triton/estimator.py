@@ -496,11 +496,11 @@ class AcceptanceEstimator:
         bounds = torch.tensor(_accumulate.GATES, device=self.device)[:, None]
         s.gates.copy_(-bounds)
         if snapshot.gates is not None:
-            s.gates.copy_(torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds))
+            saved = torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds)
+            served = (self.settings.offset_prior is not None, s.head is not None and snapshot.head is not None)
+            s.gates.copy_(torch.where(torch.tensor(served, device=self.device)[:, None], saved, -bounds))
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
-            if snapshot.head is None:
-                s.gates[_head.HEAD] = -bounds[_head.HEAD]
         s.clock[_accumulate.CYCLE] = 0
 
     @staticmethod

@@ -19,8 +19,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import CounterMetricFamily
 
-# Sums of probabilities are whole multiples of 2**-30.
-Q30 = float(1 << 30)
+# Sums of probabilities are whole multiples of 2**-20.
+Q20 = float(1 << 20)
 
 PER_POSITION = {
     "drafted": "Drafts proposed",
@@ -42,7 +42,7 @@ PER_VERIFIER = {
 class Source(Protocol):
     """What has counters: a mapping from the names above to int64 arrays, [K] per position, else of one element.
 
-    `expected_accepted` is in Q30. A name that is missing is left out.
+    `expected_accepted` is in Q20. A name that is missing is left out.
     """
 
     def counters(self) -> Mapping[str, npt.NDArray[np.int64]]: ...
@@ -85,7 +85,7 @@ class MetricsCollector:
         counters = self._source.counters()
         for name, text in PER_POSITION.items():
             if name in counters:
-                scale = Q30 if name == "expected_accepted" else 1
+                scale = Q20 if name == "expected_accepted" else 1
                 family = self._family(name, f"{text}, by draft position", "position")
                 for position, value in enumerate(counters[name]):
                     family.add_metric([*self._labels.values(), str(position)], float(value / scale))
@@ -128,7 +128,7 @@ def calibration(counters: Mapping[str, npt.NDArray[np.int64]]) -> Calibration:
     """Calibration by draft position from counters, or from the difference of two readings."""
     labelled = np.asarray(counters["labelled"], np.float64)
     some = np.where(labelled > 0, labelled, np.nan)
-    predicted = np.asarray(counters["expected_accepted"]) / Q30 / some
+    predicted = np.asarray(counters["expected_accepted"]) / Q20 / some
     observed = np.asarray(counters["labelled_accepted"]) / some
     error = np.abs(predicted - observed)
     total = labelled.sum()

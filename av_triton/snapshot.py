@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from av_triton.files import write_atomic
-from av_triton.ops.head import LEAST_VARIANCE
+from av_triton.ops.head import LARGEST_WEIGHT, LEAST_VARIANCE
 
 VERSION = 2  # 1 had the coefficients alone
 LARGEST = 1e38  # of what is kept in float32
@@ -34,8 +34,9 @@ class HeadSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             rows = getattr(self, name)
             if len(rows) != strata or any(len(row) != self.hidden_size + 1 for row in rows):
                 return f"{name} of the head has another shape than [{strata}, {self.hidden_size + 1}]"
-            least = {"curvature": 0.0, "variance": LEAST_VARIANCE / 2}.get(name, -LARGEST)
-            wrong = next((x for row in rows for x in row if not least <= x <= LARGEST), None)
+            least = {"curvature": 0.0, "variance": LEAST_VARIANCE / 2, "weights": -LARGEST_WEIGHT}.get(name, -LARGEST)
+            most = LARGEST_WEIGHT if name == "weights" else LARGEST
+            wrong = next((x for row in rows for x in row if not least <= x <= most), None)
             if wrong is not None:
                 return f"{name} of the head holds {wrong}"
         if len(self.behind) != strata or not all(0 <= n <= LARGEST_SUM for n in self.behind):

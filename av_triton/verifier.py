@@ -146,7 +146,7 @@ class AdaptiveVerifier:
         """Totals since construction, int64: [K] per draft position, and scalars. Waits for the device.
 
         drafted, admitted, trimmed, accepted: drafts. labelled: drafts with a verdict to learn from;
-        labelled_accepted: of those, accepted; expected_accepted: sum of their scores in Q30.
+        labelled_accepted: of those, accepted; expected_accepted: sum of their scores in Q20.
         steps, refits, explored, bypassed: scalars.
         """
         K = self.estimator.num_draft_positions

@@ -28,7 +28,7 @@ def busy():
         accepted=[63, 12],
         labelled=[90, 40],
         labelled_accepted=[60, 10],
-        expected_accepted=[int(63.25 * 2**30), 12 << 30],
+        expected_accepted=[int(63.25 * 2**20), 12 << 20],
         steps=7,
         refits=[2],
         explored=3,
@@ -91,7 +91,7 @@ def test_vllm_metal_766_zero_drafts_are_inconclusive_not_zero():
 
 
 def test_vllm_metal_766_a_position_without_labels_does_not_blur_the_others():
-    starved = Verifier(labelled=[10, 0], labelled_accepted=[5, 0], expected_accepted=[6 << 30, 0])
+    starved = Verifier(labelled=[10, 0], labelled_accepted=[5, 0], expected_accepted=[6 << 20, 0])
     result = calibration(starved.counters())
     assert result.error[0] == pytest.approx(0.1)
     assert np.isnan(result.error[1])
@@ -195,7 +195,7 @@ def test_the_calibration_of_a_window_is_that_of_its_own_drafts(first, second):
     def read(rows):
         labelled = np.array([n for n, _, _ in rows[:size]], np.int64)
         accepted = np.array([int(n * share) for n, share, _ in rows[:size]], np.int64)
-        expected = np.array([int(n * p * 2**30) for n, _, p in rows[:size]], np.int64)
+        expected = np.array([int(n * p * 2**20) for n, _, p in rows[:size]], np.int64)
         return {"labelled": labelled, "labelled_accepted": accepted, "expected_accepted": expected}
 
     before, window = read(first), read(second)

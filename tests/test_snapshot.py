@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from av_triton import AcceptanceEstimator, Settings
+from av_triton import AcceptanceEstimator, AdaptiveVerifier, Settings
+from av_triton.ops.select import Q30
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 from tests.traffic import settle
 
@@ -74,6 +75,7 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
         ({"head": head(variance=[[1.0, 0.0, 1.0]] * 2)}, "variance of the head holds 0.0"),
         ({"head": head(mean=[[math.nan] * 3] * 2)}, "mean of the head holds nan"),
         ({"head": head(behind=[1])}, "behind of the head"),
+        ({"head": head(weights=[[0.0, 65.0, 0.0]] * 2)}, "weights of the head holds 65.0"),
     ],
 )
 def test_invalid_coefficients_are_refused_before_they_reach_a_file(change, message):
@@ -237,3 +239,15 @@ def test_without_a_head_the_rest_of_a_file_is_loaded(tmp_path):
     after.load(tmp_path / "fit.json")
     assert torch.equal(before.state.slopes, after.state.slopes)
     assert after.state.head is None
+
+
+@pytest.mark.parametrize("kept", ["head", "offset", "neither"])
+def test_the_gate_of_what_an_estimator_does_not_have_is_closed(tmp_path, kept):
+    before = learned()
+    before.state.gates.fill_(Q30)
+    before.save(tmp_path / "fit.json")
+    settings = Settings(offset_prior=16.0 if kept == "offset" else None)
+    after = AdaptiveVerifier(6, 3, settings=settings, hidden_size=4 if kept == "head" else None)
+    after.load(tmp_path / "fit.json")
+    served = after.status().additions
+    assert served == tuple(f"{kept}, {stratum}" for stratum in STRATA if kept != "neither")

@@ -99,7 +99,7 @@ def test_both_backends_say_the_same_on_random_traffic(use, options, how):
         assert all(torch.equal(u, v) for u, v in zip(x[1:], y[1:], strict=True))
     ours, theirs = a.counters(), b.counters()
     for name in ours:
-        slack = 1e5 if name == "expected_accepted" else 0
+        slack = 1e2 if name == "expected_accepted" else 0
         assert np.abs(ours[name] - theirs[name]).max() <= slack, name
     assert np.allclose(a.coefficients().intercepts, b.coefficients().intercepts, atol=1e-4)
     assert a.coefficients().refits == b.coefficients().refits == 2
@@ -722,7 +722,7 @@ def test_counters_add_up(backend, rng):
     assert bool((c["labelled_accepted"] <= c["labelled"]).all())
     assert bool((c["labelled"] <= c["admitted"]).all())
     assert (int(c["steps"]), int(c["refits"])) == (4, 2)
-    assert 0 < c["expected_accepted"].sum() / 2**30 < c["labelled"].sum()
+    assert 0 < c["expected_accepted"].sum() / 2**20 < c["labelled"].sum()
 
 
 def test_a_reading_of_the_counters_stays_as_it_was(backend, rng):

@@ -55,12 +55,14 @@ SETTLED = 4096  # labels behind a stratum's coefficients from which on its gates
 # Of a request's two sums, Q30, at which they stay: after 2^32 drafts at the least. One step adds 2^34 at most.
 LARGEST_RESIDUAL = 1 << 62
 
-# Rows of EstimatorState.counters, per position; EXPECTED in Q30.
+# Rows of EstimatorState.counters, per position; EXPECTED in Q20, which holds 2^43 labels.
 DRAFTED, ADMITTED, ACCEPTED, LABELLED, HITS, EXPECTED = range(6)
+Q20 = 1 << 20
 # Places in EstimatorState.clock.
 TICKET, OBSERVED, CYCLE, REFITS = range(4)
 
 _Q30 = tl.constexpr(float(Q30))
+_Q20 = tl.constexpr(float(Q20))
 _INVALID = tl.constexpr(INVALID)
 _MAX_OFFSET = tl.constexpr(MAX_OFFSET)
 _LARGEST_RESIDUAL = tl.constexpr(LARGEST_RESIDUAL)
@@ -285,7 +287,7 @@ def observe_kernel(
     _count(counters, 2, verified & hit, k, mask)
     _count(counters, 3, labelled, k, mask)
     _count(counters, 4, labelled & hit, k, mask)
-    _count(counters, 5, tl.where(labelled, served, 0.0) * _Q30, k, mask)
+    _count(counters, 5, tl.where(labelled, served, 0.0) * _Q20, k, mask)
 
     f = tl.where(inside, f, 0.0)
     y, omega = tl.where(hit, 1.0, 0.0), tl.where(labelled, 1.0, 0.0)
@@ -440,7 +442,7 @@ def _observe_torch(
     labelled = verified & (k <= a[:, None]) & (a >= 0)[:, None] & (f > INVALID)
     if taught is not None:
         labelled &= taught[:, None].bool()
-    expected = (torch.where(labelled, served, 0.0) * float(Q30)).to(torch.int64)
+    expected = (torch.where(labelled, served, 0.0) * float(Q20)).to(torch.int64)
     for row, what in enumerate((k < drafted[:, None], verified, verified & hit, labelled, labelled & hit, expected)):
         state.counters[row, :positions] += what.sum(0)
 

@@ -199,7 +199,7 @@ def learn_kernel(
     labels = (omega * _Q30).to(tl.int64)
     at_sums = sums + s * 3 * (D + 1) + column
     own = counts + (s * tl.num_programs(1) + tl.program_id(1)) * 4
-    if tl.sum(labels, 0) > 0:
+    if tl.max(omega, 0) > 0.0:
         real = real & (omega > 0.0)
         norm = tl.load(norms + at, mask=real, other=0.0)
         residual = tl.load(residuals + at, mask=real, other=0.0)

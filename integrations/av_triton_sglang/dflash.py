@@ -12,7 +12,7 @@ from torch import Tensor
 
 from av_triton_sglang import flag, ragged, step
 from av_triton_sglang.flag import FlagError
-from av_triton_sglang.hooks import AFTER, AROUND, Hook
+from av_triton_sglang.hooks import AFTER, AROUND, BEFORE, Hook
 
 _WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2."
 
@@ -94,6 +94,12 @@ def _argmax_and_score(
     return tokens
 
 
+def note(selector: Any, *, hidden_states: Tensor, **kwargs: Any) -> None:
+    """Keep the hidden states [B, K, H] that DFlash2's candidates and their scores come from, for the walk."""
+    if step.exists():
+        step.current().hidden = hidden_states
+
+
 def walk(original: Callable[..., Any], selector: Any, *, candidate_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
     """DFlash2's choice of a draft among the C candidates of each position.
 
@@ -107,7 +113,8 @@ def walk(original: Callable[..., Any], selector: Any, *, candidate_ids: Tensor, 
         walked = scores.gather(2, before[:, :, None, None].expand(-1, -1, 1, scores.shape[3]))[:, :, 0]
         # Not from `distributions`, which have no odds where the argmax was taken.
         drawn_at = kwargs["temperatures"].masked_fill(kwargs["greedy_mask"], 0.0)
-        step.current().score(walked, temperature=drawn_at, tokens=taken)
+        context = step.current()
+        context.score(walked, temperature=drawn_at, tokens=taken, hidden=context.hidden)
     return tokens, distributions
 
 
@@ -154,6 +161,7 @@ HOOKS = (
     Hook(_WORKER + "forward_batch_generation", step.forward, AROUND),
     Hook(_WORKER + "_greedy_sample_from_vocab_parallel_head", draft, AROUND),
     Hook("sglang.srt.speculative.dflash_worker_v2._DflashDraftSampler.__call__", draft_captured, AROUND),
+    Hook("sglang.srt.models.dflash.CandidateSelector.build_lattice", note, BEFORE),
     Hook("sglang.srt.models.dflash.CandidateSelector.sample_path", walk, AROUND),
     Hook(_WORKER + "_accept_block", accept, AROUND),
     Hook("sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", pack, AROUND),

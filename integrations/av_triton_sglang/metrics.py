@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from av_triton.metrics import PER_POSITION, PER_VERIFIER, Q30
+from av_triton.metrics import PER_POSITION, PER_VERIFIER, Q20
 from av_triton_sglang.step_times import Timed
 
 PREFIX = "av_triton_"
@@ -44,7 +44,7 @@ class Metrics:
     def add(self, new: Mapping[str, npt.NDArray[np.int64]], timed: Timed) -> None:
         """new, timed: what `AdaptiveVerifier.counters` and `StepTimes.timed` grew by."""
         for name, counter in self._per_position.items():
-            scale = Q30 if name == "expected_accepted" else 1
+            scale = Q20 if name == "expected_accepted" else 1
             for position, value in enumerate(new[name]):
                 counter.labels(**self._labels, position=str(position)).inc(float(value / scale))
         for name, counter in self._per_verifier.items():

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-from av_triton.metrics import Q30, difference
+from av_triton.metrics import Q20, difference
 from av_triton_sglang.metrics import Metrics
 from av_triton_sglang.step_times import Timed
 
@@ -42,7 +42,7 @@ class Reporter:
             new["drafted"].sum() / requests,
             new["accepted"].sum() / requests,
             new["labelled_accepted"].sum() / max(int(new["labelled"].sum()), 1),
-            new["expected_accepted"].sum() / Q30 / max(int(new["labelled"].sum()), 1),
+            new["expected_accepted"].sum() / Q20 / max(int(new["labelled"].sum()), 1),
             new["refits"],
             new["explored"],
             new["bypassed"],

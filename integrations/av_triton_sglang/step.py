@@ -115,10 +115,12 @@ class StepContext:
         self.rows = 0
         # Positions that the next step may draft, and that the running one has drafted.
         self._depth = self.drafted = num_draft_positions
-        # Of the running step: SGLang's RaggedVerifyLayout, accepted drafts that were cut away [B], and where SGLang
-        # samples by rejection the acceptance probabilities of the drafts, fp32 [B, K].
+        # Of the running step: SGLang's RaggedVerifyLayout, accepted drafts that were cut away [B], hidden states noted
+        # ahead of the drafts [B, K, H], and where SGLang samples by rejection the acceptance probabilities of the
+        # drafts, fp32 [B, K].
         self.layout: Any = None
         self.trimmed: Tensor | None = None
+        self.hidden: Tensor | None = None
         self.acceptance: Tensor | None = None
         self._proposed: deque[tuple[Tensor, int]] = deque(maxlen=LAG)  # (proposal, rows) of the last plans
         self._steps = 0
@@ -147,7 +149,8 @@ class StepContext:
 
     def begin(self, slots: Tensor) -> None:
         self.times.begin()
-        self.rows, self.layout, self.trimmed, self.acceptance = slots.shape[0], None, None, None
+        self.rows = slots.shape[0]
+        self.layout = self.trimmed = self.hidden = self.acceptance = None
         self.drafted = self.num_draft_positions
         self._slots[: self.rows].copy_(slots)
         self._slots[self.rows :].fill_(-1)

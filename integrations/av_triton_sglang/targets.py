@@ -90,6 +90,9 @@ DFLASH: Mapping[str, str] = {
     ),
     _DFLASH + "_DflashDraftSampler.__call__": "self, hidden_states, input_ids",
     _DFLASH + "_commit_accept": "candidates, accept_len, bonus_tokens",
+    "sglang.srt.models.dflash.CandidateSelector.build_lattice": (
+        "self, *, candidate_ids, unary_logits, hidden_states, anchor_token_ids"
+    ),
     "sglang.srt.models.dflash.CandidateSelector.sample_path": (
         "self, *, candidate_ids, scores, uniforms, temperatures, greedy_mask"
     ),

@@ -239,6 +239,23 @@ def test_learning_is_the_formula(backend, rng, d):
     assert stepped == {0, 1}
 
 
+def test_labels_of_little_weight_count_in_any_company(backend, rng):
+    """Weights below one unit of the fixed point: their entries, up to 16 times as large, depend on no other draft."""
+    ours, theirs = (make(4, positions=16) for _ in range(2))
+    slots = torch.arange(SLOTS)
+    for each, order in ((ours, slots), (theirs, slots.flip(0))):
+        head = each.state.head
+        each.state.strata.zero_()
+        head.inputs.fill_(4.0)
+        head.norms.fill_(0.125)
+        head.omegas.fill_(3e-10)  # 2^-30 is 9e-10
+        head.omegas[0] = 0.5
+        ops.learn(head, order, each.state.strata)
+    found = ours.state.head.sums[0, ops.SECOND, 0]
+    assert int(found) == 16 * (int(16 * 0.5 * Q30) + (SLOTS - 1) * int(16 * 3e-10 * Q30))
+    assert not differences(copies(ours.state.head), copies(theirs.state.head))
+
+
 def test_the_residual_is_that_of_what_is_served_with_the_correction(backend, rng):
     """Whatever the head's gate; with the offset where its gate is open: stratum 0 here."""
     ours, batch = trained(make(10, offset_prior=4.0), rng), Batch(rng, 4, 10)

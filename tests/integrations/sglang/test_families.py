@@ -1,5 +1,6 @@
 """Each drafter family in SGLang's real engine: the same text as plain decoding, with fewer tokens verified."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,16 @@ def test_counters_are_those_of_the_outputs(server: ForkServer, models: Path, fam
 
 
 @one_family
-def test_sampled_requests_are_served(server: ForkServer, models: Path, family: runs.Family) -> None:
-    sampled = run(server, engine(family, models, adaptive=True), length=60, temperature=1.0)
+def test_sampled_requests_are_served(server: ForkServer, models: Path, family: runs.Family, tmp_path: Path) -> None:
+    """And learned from, with the hidden states of their drafts where the drafter has any."""
+    saved = tmp_path / "coefficients.json"
+    keywords = engine(family, models, adaptive=True, coefficients=str(saved), save_interval=10)
+    sampled = run(server, keywords, length=60, temperature=1.0)
     assert [len(each) for each in sampled.tokens] == [60] * len(runs.PROMPTS)
     assert sampled.status is not None
     assert sum(sampled.status["labelled"]) > 0
+    head = json.loads(saved.read_text())["head"]
+    assert (head is None) if family.algorithm == "STANDALONE" else head["behind"][0] > 0
 
 
 # SGLang captures multiples of the width: for three requests the next size up is that for four.

@@ -24,6 +24,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[SimpleNamespace] = []
+        self.hidden: Tensor | None = None
         monkeypatch.setattr(step, "_current", self)
 
     def start_drafting(self) -> int:
@@ -72,6 +73,8 @@ def test_dflash2_scores_the_rows_that_were_walked(monkeypatch: pytest.MonkeyPatc
 
     torch.manual_seed(0)
     recorder = Recorder(monkeypatch)
+    hidden = torch.randn(ROWS, POSITIONS, 8)
+    dflash.note(None, hidden_states=hidden, candidate_ids=None, unary_logits=None, anchor_token_ids=None)
     greedy = torch.arange(ROWS) % 4 == 0
     temperatures = torch.rand(ROWS) + 0.5
     scores = torch.randn(ROWS, POSITIONS, CANDIDATES, CANDIDATES) * 2
@@ -88,6 +91,7 @@ def test_dflash2_scores_the_rows_that_were_walked(monkeypatch: pytest.MonkeyPatc
     assert tokens.shape == (ROWS, POSITIONS)
     [call] = recorder.calls
     assert call.temperature.tolist() == torch.where(greedy, 0, temperatures).tolist()
+    assert torch.equal(call.hidden, hidden)
     walked = torch.softmax(call.logits / temperatures[:, None, None], -1)
     torch.testing.assert_close(walked[~greedy], distributions[~greedy])
     # Greedy rows: the distribution is one-hot, at the best of the row that was walked.
