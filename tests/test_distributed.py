@@ -55,7 +55,7 @@ def replica(rank: int, folder: Path) -> None:
     verifier = serve(slice(rank * ROWS, (rank + 1) * ROWS), RANKS, common=True)
     torch.save((verifier.coefficients(), verifier.estimator.state.offsets), folder / f"{rank}.pt")
     found = []
-    for wrong in (settings(RANKS - 1), settings(RANKS, damping=50.0 + rank)):
+    for wrong in (settings(RANKS - (rank == 1)), settings(RANKS, damping=50.0 + rank)):
         try:
             ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=wrong))
         except ValueError as error:
@@ -95,9 +95,10 @@ def test_every_replica_has_the_coefficients_and_offsets_of_one_process_that_saw_
 
 
 def test_what_does_not_fit_is_refused(replicas: Path) -> None:
+    """By every replica, also where one alone is wrong, for which the others would wait."""
     for rank in range(RANKS):
         many, differ, start = (replicas / f"{rank}.txt").read_text().split("\n")
-        assert "Settings.replicas = 3: set it to 4" in many
+        assert "Settings.replicas = 3: set it to 4 on each" in many
         assert "the replicas differ" in differ
         assert start == str([[0.0] * K] * 2)
 

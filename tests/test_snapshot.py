@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from av_triton import AcceptanceEstimator, Settings
+from av_triton import AcceptanceEstimator, AdaptiveVerifier, Settings
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
+from tests.state import copies, differences
 
 STRATA = ["sampled", "greedy"]
 
@@ -72,6 +73,9 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
         ({"head": head(weights=[[0.0] * 3])}, "weights of the head has another shape"),
         ({"head": head(variance=[[1.0, 0.0, 1.0]] * 2)}, "variance of the head holds 0.0"),
         ({"head": head(mean=[[math.nan] * 3] * 2)}, "mean of the head holds nan"),
+        ({"head": head(weights=[[0.0, 1e38, 0.0]] * 2)}, r"weights of the head holds 1e\+38"),
+        ({"head": head(mean=[[-1e38] * 3] * 2)}, r"mean of the head holds -1e\+38"),
+        ({"head": head(variance=[[1e38] * 3] * 2)}, r"variance of the head holds 1e\+38"),
         ({"head": head(behind=[1])}, "behind of the head"),
     ],
 )
@@ -96,6 +100,7 @@ def test_read_refuses_other_positions_and_strata(tmp_path):
     [
         (b"", "not valid JSON"),
         (b"\x80\x02pickle", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"[]", "not a file of fitted coefficients"),
         (b"null", "not a file of fitted coefficients"),
         (b"{}", "version is None"),
@@ -235,3 +240,24 @@ def test_without_a_head_the_rest_of_a_file_is_loaded(tmp_path):
     after.load(tmp_path / "fit.json")
     assert torch.equal(before.state.slopes, after.state.slopes)
     assert after.state.head is None
+
+
+@pytest.mark.parametrize("settings", [Settings(head=False), Settings(offset_prior=16.0, head=False), Settings()])
+def test_a_gate_of_an_addition_that_is_not_there_stays_closed(tmp_path, settings):
+    before = learned()
+    before.state.gates.fill_(1 << 30)
+    before.save(tmp_path / "fit.json")
+    after = AdaptiveVerifier(6, 3, settings=settings, hidden_size=4)
+    after.load(tmp_path / "fit.json")
+    there = {name for name, on in (("offset", settings.offset_prior), ("head", settings.head)) if on}
+    assert {addition.split(",")[0] for addition in after.status().additions} == there
+
+
+@pytest.mark.parametrize("slope", [3e38, 1e31])
+def test_a_slope_that_no_feature_can_be_multiplied_with_is_refused(tmp_path, slope):
+    make(slopes=[0.5, slope]).write(tmp_path / "fit.json")
+    estimator = learned()
+    before = copies(estimator.state)
+    with pytest.raises(SnapshotError, match=r"larger than 2e\+30; start without the file"):
+        estimator.load(tmp_path / "fit.json")
+    assert not differences(before, copies(estimator.state))
