@@ -144,10 +144,10 @@ class AcceptanceEstimator:
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), self.device:
             self.state = _accumulate.EstimatorState(
-                features=torch.full((max_slots, P), INVALID),
-                scores=torch.full((max_slots, P), UNSCORED),
+                features=torch.full((max_slots, P), INVALID, dtype=torch.float32),
+                scores=torch.full((max_slots, P), UNSCORED, dtype=torch.float32),
                 strata=torch.zeros(max_slots, dtype=torch.int32),
-                offsets=torch.zeros(max_slots),
+                offsets=torch.zeros(max_slots, dtype=torch.float32),
                 residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
                 gates=-torch.tensor(_accumulate.GATES)[:, None].repeat(1, S),
                 gains=torch.zeros(2, S, dtype=torch.int64),
@@ -157,17 +157,19 @@ class AcceptanceEstimator:
                 labels=torch.zeros(S, P, dtype=torch.int64),
                 counters=torch.zeros(6, P, dtype=torch.int64),
                 clock=torch.zeros(4, dtype=torch.int64),
-                entropies=torch.zeros(max_slots, P) if self.settings.entropy else None,
-                gaps=torch.full((max_slots, P), torch.nan) if history else None,
+                entropies=torch.zeros(max_slots, P, dtype=torch.float32) if self.settings.entropy else None,
+                gaps=torch.full((max_slots, P), torch.nan, dtype=torch.float32) if history else None,
                 head=None if self.hidden_size is None else _head.new_state(S, max_slots, P, self.hidden_size),
             )
-            self._row_scores = torch.zeros(self.max_rows, P)
+            self._row_scores = torch.zeros(self.max_rows, P, dtype=torch.float32)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
             # For the largest vocabulary: a captured graph keeps the address.
-            self._partials = torch.empty(4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P)
+            self._partials = torch.empty(
+                4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P, dtype=torch.float32
+            )
             self._partial_tokens = torch.empty(MAX_SPLITS * self.max_rows * P, dtype=torch.int32)
             self._row_tokens = torch.zeros(self.max_rows, P, dtype=torch.int64)
-            self._row_normalisers = torch.zeros(self.max_rows, P)
+            self._row_normalisers = torch.zeros(self.max_rows, P, dtype=torch.float32)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`: forget their predecessors, whose offsets they would go on with otherwise.
@@ -484,7 +486,9 @@ class AcceptanceEstimator:
         SnapshotError, and nothing changed, where the file does not fit."""
         K, s = self.num_draft_positions, self.state
         snapshot = Snapshot.read(Path(path), K, list(self.settings.strata))
-        slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
+        slopes, intercepts = (
+            torch.tensor(each, dtype=torch.float32, device="cpu") for each in (snapshot.slopes, snapshot.intercepts)
+        )
         if max(slopes.max(), intercepts.abs().max()) > 2 * LARGEST:
             raise SnapshotError(
                 f"{path}: one of the slopes {snapshot.slopes} and intercepts {snapshot.intercepts} is larger than "
@@ -520,7 +524,7 @@ class AcceptanceEstimator:
         head.variance.fill_(1.0)
         if saved is not None:
             for name in ("weights", "curvature", "mean", "variance"):
-                getattr(head, name).copy_(torch.tensor(getattr(saved, name)))
+                getattr(head, name).copy_(torch.tensor(getattr(saved, name), dtype=torch.float32, device="cpu"))
             head.counts[:, :, _head.BEHIND] = torch.tensor(saved.behind, device=head.counts.device)[:, None]
 
 

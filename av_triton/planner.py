@@ -61,10 +61,10 @@ class VerifyPlanner:
         max_tokens = self.max_rows * (num_draft_positions + 1) + 8192
         with torch.inference_mode(False), self.device:
             self.state = PlanState(
-                survival=torch.full((max_slots, P), UNKNOWN),
+                survival=torch.full((max_slots, P), UNKNOWN, dtype=torch.float32),
                 admitted=torch.zeros(max_slots, dtype=torch.int32),
                 drafts=torch.zeros(max_slots, dtype=torch.int32),
-                mean=torch.full((P,), UNKNOWN),
+                mean=torch.full((P,), UNKNOWN, dtype=torch.float32),
                 sums=torch.zeros(P + 1, dtype=torch.int64),
                 counters=torch.zeros(4, dtype=torch.int64),
             )

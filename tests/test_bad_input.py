@@ -8,6 +8,8 @@ import torch
 import av_triton
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, CostTable, Settings, VerifyPlanner
 from av_triton.backend import use_triton
+from av_triton.ops.head import MINIBATCH, PENDING
+from av_triton.ops.select import Q30
 from tests.state import copies, differences, tensors
 
 K, V = 3, 20
@@ -188,6 +190,40 @@ def test_what_is_built_in_inference_mode_works_outside():
             verifier.observe(ints(0, 1), ints(1, 1), acceptance=floats(2, K))
             verifier.set_cost(COST)
     assert verifier.counters()["refits"] == 3
+
+
+def some_steps(path):
+    verifier = AdaptiveVerifier(2, K, cost=COST, settings=Settings(refit_interval=1, offset_prior=1.0), hidden_size=D)
+    verifier.estimator.state.gates.fill_(1 << 30)
+    verifier.estimator.state.head.counts[..., PENDING] = (MINIBATCH - 1) * Q30
+    options = {"generator": torch.Generator().manual_seed(4), "dtype": torch.float32, "device": "cpu"}
+    slots, verdicts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([0, 1], [1, 2]))
+    for step in range(3):
+        logits, hidden = (torch.rand(2, K, n, **options) for n in (V, D))
+        if step == 1:
+            verifier.sample(logits, slots, hidden=hidden)
+        else:
+            verifier.score(logits, slots, hidden=hidden)
+        verifier.plan(slots)
+        verifier.observe(slots, verdicts, acceptance=torch.rand(2, K, **options))
+        verifier.save(path)
+        verifier.load(path)
+    return copies(verifier.estimator.state) | copies(verifier.planner.state)
+
+
+@pytest.mark.parametrize("dtype,device", [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")])
+def test_defaults_of_torch_do_not_matter(backend, dtype, device, tmp_path):
+    """Engines change them while they load a model."""
+    plain = some_steps(tmp_path / "fit.json")
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        changed = some_steps(tmp_path / "fit.json")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert not differences(plain, changed)
+    assert bool((plain["head.weights"] != 0).any())
 
 
 def test_slots_on_the_device_that_are_out_of_range_count_as_padding(use):
