@@ -49,6 +49,8 @@ class ReplicaRefit:
             *(self._positions, c.strata, c.refit_interval, c.ridge, c.damping, c.memory),
             *(c.max_slope_step, c.max_intercept_step),
         )
+        if size < 1:
+            raise ValueError("this process is not in the group: construct ReplicaRefit on the members of a group alone")
         everyone: list[tuple[object, int]] = [(mine, c.replicas)] * size
         # Before anything is refused: a replica that raises alone leaves the others waiting.
         dist.all_gather_object(everyone, (mine, c.replicas), group=group)

@@ -514,7 +514,7 @@ class AcceptanceEstimator:
             s.gates.copy_(torch.where(there, saved, -bounds))
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
-        s.clock[_accumulate.CYCLE] = 0
+        s.clock[_accumulate.CYCLE].clamp_(max=0)  # below 0 where `distributed.ReplicaRefit` refits
 
     @staticmethod
     def _load_head(head: _head.HeadState, saved: HeadSnapshot | None) -> None:

@@ -112,6 +112,32 @@ def test_one_replica_alone_is_the_ordinary_refit(tmp_path: Path) -> None:
     assert joined.coefficients() == serve(slice(0, ROWS), 1, common=False).coefficients()
 
 
+def test_a_replica_that_loads_a_file_still_refits_with_the_others_only(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        verifier = AdaptiveVerifier(ROWS, K, settings=settings(1))
+        joined = ReplicaRefit(verifier)
+        verifier.save(tmp_path / "fit.json")
+        verifier.load(tmp_path / "fit.json")
+        slots = torch.arange(ROWS)
+        for _ in range(INTERVAL):
+            verifier.score(torch.zeros(ROWS, K, VOCAB), slots)
+            verifier.plan(slots)
+            verifier.observe(slots, torch.full((ROWS,), K))
+        before = verifier.coefficients()
+        assert before.refits == 0
+        for _ in range(INTERVAL):
+            joined.step()
+    finally:
+        dist.destroy_process_group()
+    assert verifier.coefficients().slopes != before.slopes
+
+
+def test_a_process_outside_of_the_group_is_told_so() -> None:
+    with pytest.raises(ValueError, match="not in the group: construct ReplicaRefit on the members of a group alone"):
+        ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=settings(1)), dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def rank_of_two(rank: int, folder: Path, backend: str, steps: int) -> None:
     """Steps with head, offset and exact labels; each rank has the rows in an order of its own."""
     torch.set_num_threads(1)
