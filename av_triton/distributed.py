@@ -45,18 +45,21 @@ class ReplicaRefit:
         self._state, self._settings = estimator.state, estimator.settings
         self._positions, self._group, self._steps = estimator.num_draft_positions, group, 0
         c, size = self._settings, dist.get_world_size(group)
-        if size > c.replicas:
-            raise ValueError(
-                f"{size} replicas, but Settings.replicas = {c.replicas}: set it to {size}, so that the bound of the "
-                "fixed-point sums covers them all"
-            )
         mine = (
             *(self._positions, c.strata, c.refit_interval, c.ridge, c.damping, c.memory),
             *(c.max_slope_step, c.max_intercept_step),
         )
-        everyone: list[object] = [None] * size
-        dist.all_gather_object(everyone, mine, group=group)
-        if other := next((theirs for theirs in everyone if theirs != mine), None):
+        if size < 1:
+            raise ValueError("this process is not in the group: construct ReplicaRefit on the members of a group alone")
+        everyone: list[tuple[object, int]] = [(mine, c.replicas)] * size
+        # Before anything is refused: a replica that raises alone leaves the others waiting.
+        dist.all_gather_object(everyone, (mine, c.replicas), group=group)
+        if size > (least := min(replicas for _, replicas in everyone)):
+            raise ValueError(
+                f"{size} replicas, but Settings.replicas = {least}: set it to {size} on each, so that the bound of the "
+                "fixed-point sums covers them all"
+            )
+        if other := next((theirs for theirs, _ in everyone if theirs != mine), None):
             raise ValueError(
                 f"the replicas differ in (K, strata, refit_interval, ridge, damping, memory, max_slope_step, "
                 f"max_intercept_step): {mine} here, {other} elsewhere; give every replica the same settings"

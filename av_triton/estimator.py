@@ -30,7 +30,7 @@ from av_triton.ops.refit import SUMS
 from av_triton.ops.score import acceptance_score_reference
 from av_triton.ops.segmented_topk import UNSCORED
 from av_triton.ops.select import Q30, PlanState
-from av_triton.settings import MAX_DRAFT_POSITIONS, MAX_ROWS, Settings
+from av_triton.settings import LARGEST, MAX_DRAFT_POSITIONS, MAX_ROWS, Settings, is_whole
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 
 MAX_SLOTS = 1 << 20
@@ -58,11 +58,15 @@ class Drafts(NamedTuple):
     log_normalisers: torch.Tensor
 
 
-def check_construction(max_slots: int, num_draft_positions: int, max_rows: int | None) -> None:
-    """The bounds that the objects share; ValueError with the value and the remedy."""
+def check_construction(
+    max_slots: int, num_draft_positions: int, max_rows: int | None, settings: Settings | None
+) -> Settings:
+    """The bounds that the objects share; ValueError with the value and the remedy. Returns the settings in force."""
+    if not isinstance(settings, Settings | None):
+        raise ValueError(f"settings is {type(settings).__name__}: give a Settings, or None for the defaults")
     sizes = {"max_slots": max_slots, "num_draft_positions": num_draft_positions}
     for name, value in (sizes if max_rows is None else {**sizes, "max_rows": max_rows}).items():
-        if not isinstance(value, int):
+        if not is_whole(value):
             raise ValueError(f"{name} = {value!r}: give a whole number")
     if not 1 <= max_slots <= MAX_SLOTS:
         raise ValueError(f"max_slots = {max_slots}: give the size of the engine's request pool, 1 to {MAX_SLOTS}")
@@ -70,6 +74,7 @@ def check_construction(max_slots: int, num_draft_positions: int, max_rows: int |
         raise ValueError(f"num_draft_positions = {num_draft_positions}: give K, 1 to {MAX_DRAFT_POSITIONS}")
     if max_rows is not None and not 1 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows = {max_rows}: give the largest batch, 1 to {MAX_ROWS} rows")
+    return settings or Settings()
 
 
 def check_slots(name: str, slots: torch.Tensor, max_rows: int, num_slots: int, device: torch.device) -> int:
@@ -117,9 +122,8 @@ class AcceptanceEstimator:
         max_rows: int | None = None,
         hidden_size: int | None = None,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = check_construction(max_slots, num_draft_positions, max_rows, settings)
         self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
-        check_construction(max_slots, num_draft_positions, max_rows)
         self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
         self.device = torch.empty(0, device=device).device
         labels = self.settings.refit_interval * self.max_rows * self.settings.replicas
@@ -129,7 +133,7 @@ class AcceptanceEstimator:
                 f"{self.settings.replicas} = {labels} can overflow the fixed-point sums: keep it below "
                 f"{(1 << 63) // (_accumulate.LARGEST_ENTRY * Q30)}"
             )
-        if hidden_size is not None and not (isinstance(hidden_size, int) and 1 <= hidden_size <= MAX_HIDDEN):
+        if hidden_size is not None and not (is_whole(hidden_size) and 1 <= hidden_size <= MAX_HIDDEN):
             raise ValueError(
                 f"hidden_size = {hidden_size!r}: give the width of the drafter's hidden state, 1 to {MAX_HIDDEN}, or "
                 "None"
@@ -137,12 +141,13 @@ class AcceptanceEstimator:
         self.hidden_size = hidden_size if self.settings.head else None
         P, S = triton.next_power_of_2(num_draft_positions), len(self.settings.strata)
         history = self.settings.history or self.hidden_size is not None
-        with self.device:
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), self.device:
             self.state = _accumulate.EstimatorState(
-                features=torch.full((max_slots, P), INVALID),
-                scores=torch.full((max_slots, P), UNSCORED),
+                features=torch.full((max_slots, P), INVALID, dtype=torch.float32),
+                scores=torch.full((max_slots, P), UNSCORED, dtype=torch.float32),
                 strata=torch.zeros(max_slots, dtype=torch.int32),
-                offsets=torch.zeros(max_slots),
+                offsets=torch.zeros(max_slots, dtype=torch.float32),
                 residuals=torch.zeros(max_slots, 2, dtype=torch.int64),
                 gates=-torch.tensor(_accumulate.GATES)[:, None].repeat(1, S),
                 gains=torch.zeros(2, S, dtype=torch.int64),
@@ -152,17 +157,19 @@ class AcceptanceEstimator:
                 labels=torch.zeros(S, P, dtype=torch.int64),
                 counters=torch.zeros(6, P, dtype=torch.int64),
                 clock=torch.zeros(4, dtype=torch.int64),
-                entropies=torch.zeros(max_slots, P) if self.settings.entropy else None,
-                gaps=torch.full((max_slots, P), torch.nan) if history else None,
+                entropies=torch.zeros(max_slots, P, dtype=torch.float32) if self.settings.entropy else None,
+                gaps=torch.full((max_slots, P), torch.nan, dtype=torch.float32) if history else None,
                 head=None if self.hidden_size is None else _head.new_state(S, max_slots, P, self.hidden_size),
             )
-            self._row_scores = torch.zeros(self.max_rows, P)
+            self._row_scores = torch.zeros(self.max_rows, P, dtype=torch.float32)
             self._tickets = torch.zeros(self.max_rows * P, dtype=torch.int32)
             # For the largest vocabulary: a captured graph keeps the address.
-            self._partials = torch.empty(4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P)
+            self._partials = torch.empty(
+                4 if self.settings.entropy else 3, MAX_SPLITS * self.max_rows * P, dtype=torch.float32
+            )
             self._partial_tokens = torch.empty(MAX_SPLITS * self.max_rows * P, dtype=torch.int32)
             self._row_tokens = torch.zeros(self.max_rows, P, dtype=torch.int64)
-            self._row_normalisers = torch.zeros(self.max_rows, P)
+            self._row_normalisers = torch.zeros(self.max_rows, P, dtype=torch.float32)
 
     def reset(self, slots: torch.Tensor, strata: torch.Tensor | None = None) -> None:
         """New requests live in `slots`: forget their predecessors, whose offsets they would go on with otherwise.
@@ -187,6 +194,7 @@ class AcceptanceEstimator:
         survival, admitted, drafts = (None, None, None) if plan is None else (plan.survival, plan.admitted, plan.drafts)
         _accumulate.reset(self.state, survival, admitted, drafts, slots, strata)
 
+    @torch.no_grad()
     def score(
         self,
         logits: torch.Tensor,
@@ -227,6 +235,7 @@ class AcceptanceEstimator:
         self._correct(hidden, slots, first, count)
         return self._row_scores[:rows, :count] if position is None else self._row_scores[:rows, position]
 
+    @torch.no_grad()
     def sample(
         self,
         logits: torch.Tensor,
@@ -267,8 +276,8 @@ class AcceptanceEstimator:
             want, fits = f"[{rows}, V] at position {position}", logits.dim() == 2
         if not fits or logits.shape[0] != rows:
             raise ValueError(f"logits have shape {tuple(logits.shape)}: give {want} for {rows} slots")
-        if position is not None and not 0 <= position < K:
-            raise ValueError(f"position = {position}: draft positions are 0 to {K - 1}")
+        if position is not None and not (is_whole(position) and 0 <= position < K):
+            raise ValueError(f"position = {position!r}: draft positions are 0 to {K - 1}")
         if logits.device != self.device:
             raise ValueError(f"logits are on {logits.device}: move them to {self.device}, where the estimator lives")
         return (rows, 0, logits.shape[1]) if position is None else (rows, position, 1)
@@ -419,6 +428,7 @@ class AcceptanceEstimator:
             raise ValueError("admitted is None: an estimator on its own needs the verified lengths, int32 [B]")
         self._observe(slots, accepted, admitted, teach, acceptance, None)
 
+    @torch.no_grad()
     def _observe(
         self,
         slots: torch.Tensor,
@@ -476,11 +486,13 @@ class AcceptanceEstimator:
         SnapshotError, and nothing changed, where the file does not fit."""
         K, s = self.num_draft_positions, self.state
         snapshot = Snapshot.read(Path(path), K, list(self.settings.strata))
-        slopes, intercepts = torch.tensor(snapshot.slopes), torch.tensor(snapshot.intercepts)
-        if not (slopes.isfinite().all() and intercepts.isfinite().all()):
+        slopes, intercepts = (
+            torch.tensor(each, dtype=torch.float32, device="cpu") for each in (snapshot.slopes, snapshot.intercepts)
+        )
+        if max(slopes.max(), intercepts.abs().max()) > 2 * LARGEST:
             raise SnapshotError(
-                f"{path}: slopes {snapshot.slopes} and intercepts {snapshot.intercepts} do not fit into float32; "
-                "start without the file"
+                f"{path}: one of the slopes {snapshot.slopes} and intercepts {snapshot.intercepts} is larger than "
+                f"{2 * LARGEST}; start without the file"
             )
         if snapshot.head is not None and s.head is not None and snapshot.head.hidden_size != self.hidden_size:
             raise SnapshotError(
@@ -496,12 +508,13 @@ class AcceptanceEstimator:
         bounds = torch.tensor(_accumulate.GATES, device=self.device)[:, None]
         s.gates.copy_(-bounds)
         if snapshot.gates is not None:
+            offset, head = self.settings.offset_prior is not None, s.head is not None and snapshot.head is not None
+            there = torch.tensor([offset, head], device=self.device)[:, None]
             saved = torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds)
-            served = (self.settings.offset_prior is not None, s.head is not None and snapshot.head is not None)
-            s.gates.copy_(torch.where(torch.tensor(served, device=self.device)[:, None], saved, -bounds))
+            s.gates.copy_(torch.where(there, saved, -bounds))
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
-        s.clock[_accumulate.CYCLE] = 0
+        s.clock[_accumulate.CYCLE].clamp_(max=0)  # below 0 where `distributed.ReplicaRefit` refits
 
     @staticmethod
     def _load_head(head: _head.HeadState, saved: HeadSnapshot | None) -> None:
@@ -511,7 +524,7 @@ class AcceptanceEstimator:
         head.variance.fill_(1.0)
         if saved is not None:
             for name in ("weights", "curvature", "mean", "variance"):
-                getattr(head, name).copy_(torch.tensor(getattr(saved, name)))
+                getattr(head, name).copy_(torch.tensor(getattr(saved, name), dtype=torch.float32, device="cpu"))
             head.counts[:, :, _head.BEHIND] = torch.tensor(saved.behind, device=head.counts.device)[:, None]
 
 

@@ -52,20 +52,19 @@ class VerifyPlanner:
         settings: Settings | None = None,
         max_rows: int | None = None,
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = check_construction(max_slots, num_draft_positions, max_rows, settings)
         self.max_slots, self.num_draft_positions = max_slots, num_draft_positions
-        check_construction(max_slots, num_draft_positions, max_rows)
         self.max_rows = min(max_slots, MAX_ROWS) if max_rows is None else max_rows
         self.device = torch.empty(0, device=device).device
         self._tile = tile(self.max_rows, num_draft_positions)
         P = self._tile[0]
         max_tokens = self.max_rows * (num_draft_positions + 1) + 8192
-        with self.device:
+        with torch.inference_mode(False), self.device:
             self.state = PlanState(
-                survival=torch.full((max_slots, P), UNKNOWN),
+                survival=torch.full((max_slots, P), UNKNOWN, dtype=torch.float32),
                 admitted=torch.zeros(max_slots, dtype=torch.int32),
                 drafts=torch.zeros(max_slots, dtype=torch.int32),
-                mean=torch.full((P,), UNKNOWN),
+                mean=torch.full((P,), UNKNOWN, dtype=torch.float32),
                 sums=torch.zeros(P + 1, dtype=torch.int64),
                 counters=torch.zeros(4, dtype=torch.int64),
             )
@@ -84,12 +83,12 @@ class VerifyPlanner:
                 verify=torch.zeros(max_tokens + 1, dtype=torch.float64),
                 padded=torch.zeros(max_tokens + 1, dtype=torch.int32),
             )
-        c = self.settings
-        self._host_proposals, self._plans = [self._out.proposal], 0
-        if self.device.type == "cuda":
-            self._host_proposals = [self._out.proposal.cpu().pin_memory() for _ in range(c.lag + 1)]
-        elif c.lag:
-            self._host_proposals = [self._out.proposal.clone() for _ in range(c.lag + 1)]
+            c = self.settings
+            self._host_proposals, self._plans = [self._out.proposal], 0
+            if self.device.type == "cuda":
+                self._host_proposals = [self._out.proposal.cpu().pin_memory() for _ in range(c.lag + 1)]
+            elif c.lag:
+                self._host_proposals = [self._out.proposal.clone() for _ in range(c.lag + 1)]
         self._options = BudgetOptions(
             cap=NO_CAP if c.max_verify_tokens is None else c.max_verify_tokens,
             ppm=round(c.exploration * PPM),

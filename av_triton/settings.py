@@ -8,10 +8,14 @@ import msgspec
 MAX_DRAFT_POSITIONS = 16
 MAX_ROWS = 1024
 
-LARGEST = 3.4e38  # of float32, in which coefficients are kept
+LARGEST = 1e30  # coefficient: its product with a feature is finite in float32
 
 # Stratum ids of the default `Settings.strata`.
 SAMPLED, GREEDY = 0, 1
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,25 +88,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for field in msgspec.structs.fields(self):
             value, optional = getattr(self, field.name), field.default is None
             if field.type in (int, int | None):
-                ok = isinstance(value, int) or (optional and value is None)
+                ok = is_whole(value) or (optional and value is None)
                 need(ok, field.name, "give a whole number" + (" or None" if optional else ""))
             elif field.type in (float, float | None):
-                ok = isinstance(value, int | float) or (optional and value is None)
+                ok = is_whole(value) or isinstance(value, float) or (optional and value is None)
                 need(ok, field.name, "give a number" + (" or None" if optional else ""))
+            elif field.type is bool:
+                need(isinstance(value, bool), field.name, "give True or False")
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")
         need(1 <= self.memory < float("inf"), "memory", "give a finite number, 1 or more")
-        need(0 < self.max_slope_step < float("inf"), "max_slope_step", "give a positive, finite number")
-        need(0 < self.max_intercept_step < float("inf"), "max_intercept_step", "give a positive, finite number")
-        need(1 <= len(self.strata) <= 8, "strata", "name 1 to 8 strata")
+        for name in ("max_slope_step", "max_intercept_step"):
+            need(0 < getattr(self, name) <= LARGEST, name, f"give a positive number, at most {LARGEST}")
+        names = isinstance(self.strata, tuple | list) and all(isinstance(name, str) for name in self.strata)
+        need(names and 1 <= len(self.strata) <= 8, "strata", "name 1 to 8 strata")
         need(len(set(self.strata)) == len(self.strata), "strata", "give every stratum a name of its own")
         need(
-            len(self.initial_slopes) == len(self.strata) and all(0 <= w < LARGEST for w in self.initial_slopes),
+            isinstance(self.initial_slopes, tuple | list)
+            and len(self.initial_slopes) == len(self.strata)
+            and all(isinstance(w, int | float) and 0 <= w <= LARGEST for w in self.initial_slopes),
             "initial_slopes",
-            f"give one finite slope, 0 or more, for each of {len(self.strata)} strata",
+            f"give one slope, 0 or more and at most {LARGEST}, for each of {len(self.strata)} strata",
         )
-        need(abs(self.initial_intercept) < LARGEST, "initial_intercept", "give a finite number")
+        need(
+            abs(self.initial_intercept) <= LARGEST,
+            "initial_intercept",
+            f"give a number, at most {LARGEST} in absolute value",
+        )
         need(self.replicas >= 1, "replicas", "give a whole number, at least 1")
         need(
             self.offset_prior is None or 0.01 <= self.offset_prior < float("inf"),

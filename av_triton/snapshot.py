@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from av_triton.files import write_atomic
-from av_triton.ops.head import LARGEST_WEIGHT, LEAST_VARIANCE
+from av_triton.ops.head import LARGEST_VARIANCE, LARGEST_WEIGHT, LEAST_VARIANCE
 
 VERSION = 2  # 1 had the coefficients alone
-LARGEST = 1e38  # of what is kept in float32
+LARGEST = {"weights": LARGEST_WEIGHT, "curvature": 1e38, "mean": 2 * LARGEST_VARIANCE, "variance": 2 * LARGEST_VARIANCE}
 LARGEST_SUM = 1 << 62  # of what is kept in int64
 
 
@@ -34,11 +34,11 @@ class HeadSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             rows = getattr(self, name)
             if len(rows) != strata or any(len(row) != self.hidden_size + 1 for row in rows):
                 return f"{name} of the head has another shape than [{strata}, {self.hidden_size + 1}]"
-            least = {"curvature": 0.0, "variance": LEAST_VARIANCE / 2, "weights": -LARGEST_WEIGHT}.get(name, -LARGEST)
-            most = LARGEST_WEIGHT if name == "weights" else LARGEST
+            most = LARGEST[name]
+            least = {"curvature": 0.0, "variance": LEAST_VARIANCE / 2}.get(name, -most)
             wrong = next((x for row in rows for x in row if not least <= x <= most), None)
             if wrong is not None:
-                return f"{name} of the head holds {wrong}"
+                return f"{name} of the head holds {wrong}, it must hold numbers from {least} to {most}"
         if len(self.behind) != strata or not all(0 <= n <= LARGEST_SUM for n in self.behind):
             return f"behind of the head is {self.behind}, it must hold {strata} numbers, 0 to 2^62"
         return None
@@ -116,7 +116,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             snapshot = msgspec.convert(raw, cls)
         except msgspec.ValidationError as error:
             raise SnapshotError(f"{path}: not a file of fitted coefficients: {error}; {remedy}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise SnapshotError(f"{path}: not valid JSON ({error}), cut short or damaged; {remedy}") from error
         except SnapshotError as error:
             raise SnapshotError(f"{path}: {error}; {remedy}") from error

@@ -63,10 +63,10 @@ class AdaptiveVerifier:
         max_rows: int | None = None,
         hidden_size: int | None = None,
     ) -> None:
-        self.settings = settings or Settings()
         self.estimator = AcceptanceEstimator(
-            max_slots, num_draft_positions, device, settings=self.settings, max_rows=max_rows, hidden_size=hidden_size
+            max_slots, num_draft_positions, device, settings=settings, max_rows=max_rows, hidden_size=hidden_size
         )
+        self.settings = self.estimator.settings
         self.planner = VerifyPlanner(
             max_slots, num_draft_positions, device, cost=cost, settings=self.settings, max_rows=max_rows
         )

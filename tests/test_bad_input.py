@@ -8,7 +8,9 @@ import torch
 import av_triton
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, CostTable, Settings, VerifyPlanner
 from av_triton.backend import use_triton
-from tests.state import copies, differences
+from av_triton.ops.head import MINIBATCH, PENDING
+from av_triton.ops.select import Q30
+from tests.state import copies, differences, tensors
 
 K, V = 3, 20
 COST = CostTable(draft=[(1, 1.0)], verify=[(1, 1.0), (100, 20.0)])
@@ -57,6 +59,12 @@ CALLS = [
     ("score", (floats(2, K, V), ints(0, 1), 1), r"have shape \(2, 3, 20\): give \[2, V\] at position 1 for 2 slots"),
     ("score", (floats(2, V), ints(0, 1), K), "position = 3: draft positions are 0 to 2"),
     ("score", (floats(2, V), ints(0, 1), -1), "position = -1: draft positions are 0 to 2"),
+    ("score", (floats(2, V), ints(0, 1), 1.0), "position = 1.0: draft positions are 0 to 2"),
+    ("score", (floats(2, V), ints(0, 1), "1"), "position = '1': draft positions are 0 to 2"),
+    ("score", (floats(2, V), ints(0, 1), True), "position = True: draft positions are 0 to 2"),
+    ("sample", (floats(2, V), ints(0, 1), None, 1.0), "position = 1.0: draft positions are 0 to 2"),
+    ("score", ([[1.0]], ints(0, 1)), "logits are list: give a tensor, float32, bfloat16 or float16"),
+    ("sample", (None, ints(0, 1)), "logits are NoneType: give a tensor"),
     ("score", (floats(2, K, V).int(), ints(0, 1)), "logits have dtype torch.int32: give float32, bfloat16 or float16"),
     ("score", (meta(2, K, V, dtype=torch.float32), ints(0, 1)), "logits are on meta: move them to cpu"),
     ("score", (floats(2, K, 0), ints(0, 1)), r"logits have shape \(2, 3, 0\): the last dimension must be 1 to 262144"),
@@ -159,6 +167,65 @@ def test_a_refused_call_says_why_and_changes_nothing(verifier, method, arguments
     assert all(torch.equal(x, y) for x, y in zip(before, state_of(verifier), strict=True))
 
 
+def test_gradients_are_left_behind():
+    """Else the state would hold the graph of every step there ever was."""
+    settings = Settings(offset_prior=1.0, entropy=True, history=True, refit_interval=1)
+    estimator = AcceptanceEstimator(8, K, settings=settings, hidden_size=D)
+    logits, hidden, acceptance = (floats(2, K, n).squeeze(-1).requires_grad_() for n in (V, D, 1))
+    for _ in range(2):
+        estimator.score(logits, ints(0, 1), tokens=floats(2, K).long(), hidden=hidden)
+        assert not estimator.sample(logits, ints(0, 1), hidden=hidden).scores.requires_grad
+        estimator.observe(ints(0, 1), ints(1, 1), ints(2, 2), acceptance=acceptance)
+    assert not [name for name, tensor in tensors(estimator.state).items() if tensor.requires_grad]
+
+
+def test_what_is_built_in_inference_mode_works_outside():
+    with torch.inference_mode():
+        verifier = AdaptiveVerifier(8, K, cost=COST, settings=Settings(refit_interval=1, lag=1), hidden_size=D)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            verifier.reset(ints(0, 1))
+            verifier.score(floats(2, K, V), ints(0, 1), hidden=floats(2, K, D))
+            verifier.plan(ints(0, 1))
+            verifier.observe(ints(0, 1), ints(1, 1), acceptance=floats(2, K))
+            verifier.set_cost(COST)
+    assert verifier.counters()["refits"] == 3
+
+
+def some_steps(path):
+    verifier = AdaptiveVerifier(2, K, cost=COST, settings=Settings(refit_interval=1, offset_prior=1.0), hidden_size=D)
+    verifier.estimator.state.gates.fill_(1 << 30)
+    verifier.estimator.state.head.counts[..., PENDING] = (MINIBATCH - 1) * Q30
+    options = {"generator": torch.Generator().manual_seed(4), "dtype": torch.float32, "device": "cpu"}
+    slots, verdicts = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([0, 1], [1, 2]))
+    for step in range(3):
+        logits, hidden = (torch.rand(2, K, n, **options) for n in (V, D))
+        if step == 1:
+            verifier.sample(logits, slots, hidden=hidden)
+        else:
+            verifier.score(logits, slots, hidden=hidden)
+        verifier.plan(slots)
+        verifier.observe(slots, verdicts, acceptance=torch.rand(2, K, **options))
+        verifier.save(path)
+        verifier.load(path)
+    return copies(verifier.estimator.state) | copies(verifier.planner.state)
+
+
+@pytest.mark.parametrize("dtype,device", [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")])
+def test_defaults_of_torch_do_not_matter(backend, dtype, device, tmp_path):
+    """Engines change them while they load a model."""
+    plain = some_steps(tmp_path / "fit.json")
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        changed = some_steps(tmp_path / "fit.json")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert not differences(plain, changed)
+    assert bool((plain["head.weights"] != 0).any())
+
+
 def test_slots_on_the_device_that_are_out_of_range_count_as_padding(use):
     """Kernels cannot raise. (The torch references refuse such host tensors: see the calls above.)"""
     use("triton")
@@ -199,11 +266,14 @@ CONSTRUCTION = [
     ((8, K), {"max_rows": 0}, "max_rows = 0: give the largest batch, 1 to 1024 rows"),
     ((8, K), {"max_rows": 1025}, "max_rows = 1025"),
     ((8, K), {"max_rows": "4"}, "max_rows = '4': give a whole number"),
+    ((True, K), {}, "max_slots = True: give a whole number"),
+    ((8, K), {"settings": {}}, "settings is dict: give a Settings, or None for the defaults"),
+    ((8, K), {"settings": {"head": False}}, "settings is dict: give a Settings"),
 ]
 
 
 @pytest.mark.parametrize("cls", [AdaptiveVerifier, AcceptanceEstimator])
-@pytest.mark.parametrize("size", [0, -1, 8193, 1.5, "64"])
+@pytest.mark.parametrize("size", [0, -1, 8193, 1.5, "64", True])
 def test_hidden_sizes_out_of_bounds(cls, size):
     with pytest.raises(ValueError, match=f"hidden_size = {size!r}: give the width .* 1 to 8192, or None"):
         cls(8, K, hidden_size=size)
@@ -226,10 +296,17 @@ SETTINGS = [
     ("ridge", 0.0, "positive"), ("ridge", float("nan"), "positive"), ("ridge", "x", "number"),
     ("memory", 0.5, "1 or more"), ("offset_prior", 0.0, "at least 0.01"), ("offset_prior", "2", "number or None"),
     ("offset_prior", float("nan"), "at least 0.01"), ("offset_prior", float("inf"), "finite"),
-    ("damping", -1.0, "0 or more"), ("max_slope_step", 0.0, "positive"), ("max_intercept_step", float("inf"), "finite"),
+    ("damping", -1.0, "0 or more"), ("max_slope_step", 0.0, "positive"), ("max_intercept_step", float("inf"), "most"),
     ("strata", (), "1 to 8"), ("strata", ("a", "a"), "name of its own"), ("initial_slopes", (0.5,), "for each of 2"),
-    ("initial_slopes", (0.5, -1.0), "0 or more"), ("initial_slopes", (0.5, 1e300), "finite"),
-    ("initial_intercept", float("nan"), "finite"), ("initial_intercept", 1e39, "finite"), ("replicas", 0, "at least 1"),
+    ("initial_slopes", (0.5, -1.0), "0 or more"), ("initial_slopes", (0.5, 3e38), "at most 1e\\+30"),
+    ("initial_slopes", 0.5, "for each of 2"), ("initial_slopes", (0.5, "a"), "for each of 2"),
+    ("initial_intercept", float("nan"), "at most 1e"), ("initial_intercept", 3e38, "at most 1e"),
+    ("max_slope_step", 1e300, "at most 1e"), ("max_intercept_step", 1e300, "at most 1e"),
+    ("strata", "ab", "1 to 8"), ("strata", ("a", 3), "1 to 8"), ("strata", None, "1 to 8"),
+    ("head", 0, "True or False"), ("head", "no", "True or False"), ("entropy", "off", "True or False"),
+    ("history", None, "True or False"), ("autoregressive", "no", "True or False"),
+    ("refit_interval", True, "whole number"), ("ridge", True, "number"), ("offset_prior", True, "number or None"),
+    ("replicas", 0, "at least 1"),
     ("policy", "current", "earlier, fixed or lookahead"), ("policy", "fixed", "only then"),
     ("fixed_budget", 3, "only then"), ("fixed_budget", "3", "whole number or None"),
     ("exploration", 1.5, "0 to 1"), ("exploration", -0.1, "0 to 1"), ("exploration", float("nan"), "0 to 1"),

@@ -55,7 +55,7 @@ def replica(rank: int, folder: Path) -> None:
     verifier = serve(slice(rank * ROWS, (rank + 1) * ROWS), RANKS, common=True)
     torch.save((verifier.coefficients(), verifier.estimator.state.offsets), folder / f"{rank}.pt")
     found = []
-    for wrong in (settings(RANKS - 1), settings(RANKS, damping=50.0 + rank)):
+    for wrong in (settings(RANKS - (rank == 1)), settings(RANKS, damping=50.0 + rank)):
         try:
             ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=wrong))
         except ValueError as error:
@@ -95,9 +95,10 @@ def test_every_replica_has_the_coefficients_and_offsets_of_one_process_that_saw_
 
 
 def test_what_does_not_fit_is_refused(replicas: Path) -> None:
+    """By every replica, also where one alone is wrong, for which the others would wait."""
     for rank in range(RANKS):
         many, differ, start = (replicas / f"{rank}.txt").read_text().split("\n")
-        assert "Settings.replicas = 3: set it to 4" in many
+        assert "Settings.replicas = 3: set it to 4 on each" in many
         assert "the replicas differ" in differ
         assert start == str([[0.0] * K] * 2)
 
@@ -109,6 +110,32 @@ def test_one_replica_alone_is_the_ordinary_refit(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert joined.coefficients() == serve(slice(0, ROWS), 1, common=False).coefficients()
+
+
+def test_a_replica_that_loads_a_file_still_refits_with_the_others_only(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        verifier = AdaptiveVerifier(ROWS, K, settings=settings(1))
+        joined = ReplicaRefit(verifier)
+        verifier.save(tmp_path / "fit.json")
+        verifier.load(tmp_path / "fit.json")
+        slots = torch.arange(ROWS)
+        for _ in range(INTERVAL):
+            verifier.score(torch.zeros(ROWS, K, VOCAB), slots)
+            verifier.plan(slots)
+            verifier.observe(slots, torch.full((ROWS,), K))
+        before = verifier.coefficients()
+        assert before.refits == 0
+        for _ in range(INTERVAL):
+            joined.step()
+    finally:
+        dist.destroy_process_group()
+    assert verifier.coefficients().slopes != before.slopes
+
+
+def test_a_process_outside_of_the_group_is_told_so() -> None:
+    with pytest.raises(ValueError, match="not in the group: construct ReplicaRefit on the members of a group alone"):
+        ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=settings(1)), dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def rank_of_two(rank: int, folder: Path, backend: str, steps: int) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, Settings
 from av_triton.ops.select import Q30
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
+from tests.state import copies, differences
 from tests.traffic import settle
 
 STRATA = ["sampled", "greedy"]
@@ -74,6 +75,9 @@ def test_what_is_written_is_read_to_the_bit(tmp_path_factory, data):
         ({"head": head(weights=[[0.0] * 3])}, "weights of the head has another shape"),
         ({"head": head(variance=[[1.0, 0.0, 1.0]] * 2)}, "variance of the head holds 0.0"),
         ({"head": head(mean=[[math.nan] * 3] * 2)}, "mean of the head holds nan"),
+        ({"head": head(weights=[[0.0, 1e38, 0.0]] * 2)}, r"weights of the head holds 1e\+38"),
+        ({"head": head(mean=[[-1e38] * 3] * 2)}, r"mean of the head holds -1e\+38"),
+        ({"head": head(variance=[[1e38] * 3] * 2)}, r"variance of the head holds 1e\+38"),
         ({"head": head(behind=[1])}, "behind of the head"),
         ({"head": head(weights=[[0.0, 65.0, 0.0]] * 2)}, "weights of the head holds 65.0"),
     ],
@@ -99,6 +103,7 @@ def test_read_refuses_other_positions_and_strata(tmp_path):
     [
         (b"", "not valid JSON"),
         (b"\x80\x02pickle", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"[]", "not a file of fitted coefficients"),
         (b"null", "not a file of fitted coefficients"),
         (b"{}", "version is None"),
@@ -251,3 +256,13 @@ def test_the_gate_of_what_an_estimator_does_not_have_is_closed(tmp_path, kept):
     after.load(tmp_path / "fit.json")
     served = after.status().additions
     assert served == tuple(f"{kept}, {stratum}" for stratum in STRATA if kept != "neither")
+
+
+@pytest.mark.parametrize("slope", [3e38, 1e31])
+def test_a_slope_that_no_feature_can_be_multiplied_with_is_refused(tmp_path, slope):
+    make(slopes=[0.5, slope]).write(tmp_path / "fit.json")
+    estimator = learned()
+    before = copies(estimator.state)
+    with pytest.raises(SnapshotError, match=r"larger than 2e\+30; start without the file"):
+        estimator.load(tmp_path / "fit.json")
+    assert not differences(before, copies(estimator.state))

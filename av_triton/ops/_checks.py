@@ -9,6 +9,8 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_logits(logits: torch.Tensor, max_vocab: int) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(f"logits are {type(logits).__name__}: give a tensor, float32, bfloat16 or float16")
     if logits.dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"logits have dtype {logits.dtype}: give float32, bfloat16 or float16")
     if logits.dim() < 1 or not 1 <= logits.shape[-1] <= max_vocab:

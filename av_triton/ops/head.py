@@ -87,9 +87,9 @@ def new_state(strata: int, slots: int, positions: int, hidden_size: int) -> Head
     row_width = triton.cdiv(columns, 16) * 16  # rows start at a multiple of 64 bytes: loads of 16 bytes
 
     def by_column(value: float) -> torch.Tensor:
-        return torch.full((strata, row_width), value)[:, :columns]
+        return torch.full((strata, row_width), value, dtype=torch.float32)[:, :columns]
 
-    per_draft = [torch.zeros(slots, positions) for _ in range(5)]
+    per_draft = [torch.zeros(slots, positions, dtype=torch.float32) for _ in range(5)]
     return HeadState(
         weights=by_column(0.0),
         curvature=by_column(0.0),
@@ -378,4 +378,4 @@ def _learn_torch(state: HeadState, slots: torch.Tensor, strata: torch.Tensor) ->
             moved = variance * (1.0 + r * (q - 1.0))
             state.variance[s, :-1] = moved.clamp(LEAST_VARIANCE, LARGEST_VARIANCE)
         state.sums[s] = 0
-        state.counts[s] = torch.tensor([0, 0, behind, 0])
+        state.counts[s] = torch.tensor([0, 0, behind, 0], device=state.counts.device)

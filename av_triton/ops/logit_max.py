@@ -43,7 +43,7 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return x.argmax(-1)
     # torch's reductions that return an index are scalar code on the CPU; numpy's is vectorised, 3 to 10 times as fast.
-    return torch.as_tensor(x.detach().numpy().argmax(-1))
+    return torch.as_tensor(x.detach().numpy().argmax(-1), device=x.device)
 
 
 def inverse_temperature(like: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:

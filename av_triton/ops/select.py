@@ -273,12 +273,12 @@ def _select_torch(
     depth = torch.zeros(rows, dtype=torch.int32, device=device)
     depth[real] = positions if drafts is None else drafts[real].clamp(0, positions).to(torch.int32)
 
-    p = torch.ones(rows, positions, device=device)
+    p = torch.ones(rows, positions, dtype=torch.float32, device=device)
     p[real] = scores[at, :positions]
     drafted = torch.arange(positions, device=device) < depth[:, None]
     unscored = (drafted & (p < 0)).any(1)
     p = torch.where(p < 0, 1.0, p.nan_to_num(0.0).clamp_max(1.0))
-    running, columns = torch.ones(rows, device=device), []
+    running, columns = torch.ones(rows, dtype=torch.float32, device=device), []
     previous = running
     for k in range(positions):
         previous = torch.where(drafted[:, k], p[:, k], previous)
