@@ -27,13 +27,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from av_triton import CostTable
+from av_triton import CostTable, Settings
+from av_triton.ops.head import HEAD
+from av_triton.snapshot import Snapshot
 from benchmarks import results
 from benchmarks.serving import launch, models
 from benchmarks.serving.engine import Turn
 from benchmarks.serving.points import (
     ADAPTIVE,
     FIXED,
+    HEADLESS,
     PLAIN,
     PROFILED,
     Arm,
@@ -153,7 +156,17 @@ FULL = Plan(
     warm_up=16,
     passes=2,
 )
-FORMS = {"Full form": FULL, "Quick form": QUICK}
+# With and without a head. The warm-up is as long as its gate needs to open.
+HEADS = Plan(
+    groups=(without("DFLASH") + group("DFLASH", (), 3, ADAPTIVE, HEADLESS),),
+    requests={16: 48},
+    length=32,
+    warm_up=160,
+    passes=4,
+)
+WHOLE, SHORT, HEAD_FORM = "Full form", "Quick form", "With and without a head"
+FORMS = {WHOLE: FULL, SHORT: QUICK, HEAD_FORM: HEADS}
+OPTIONS = {WHOLE: "", SHORT: " ARGS=--quick", HEAD_FORM: " ARGS=--head"}
 
 
 def digest() -> str:
@@ -257,10 +270,15 @@ class Bench:
             return None
         tables = {}
         for arm in self.plan.arms:
-            costs = self.kept / f"{arm} costs"
+            costs = launch.costs(arm, self.kept)
             for path in costs.glob("*.json") if costs.is_dir() else [costs] if costs.exists() else ():
                 tables[arm] = CostTable.load(path)
-        return Results(self.plan, points, self.gaps, tables)
+        learned = {
+            arm: Snapshot.read(path, arm.length, Settings().strata)
+            for arm in self.plan.arms
+            if (path := launch.coefficients(arm, self.kept)).exists()
+        }
+        return Results(self.plan, points, self.gaps, tables, learned)
 
 
 class Equality(NamedTuple):
@@ -283,7 +301,7 @@ class Equality(NamedTuple):
 
 class Results:
     """points: of one plan, by arm and concurrency; what has no point is left out everywhere. gaps: see `Bench.gaps`.
-    tables: the step costs that adaptive arms plan by."""
+    tables: the step costs that adaptive arms plan by. learned: what they have saved."""
 
     def __init__(
         self,
@@ -291,8 +309,9 @@ class Results:
         points: Sequence[Point],
         gaps: Callable[[Sequence[tuple[Difference, list[int]]]], list[float]],
         tables: dict[Arm, CostTable],
+        learned: dict[Arm, Snapshot],
     ) -> None:
-        self.plan, self.tables, self.costs = plan, tables, StepCosts.of(points)
+        self.plan, self.tables, self.learned, self.costs = plan, tables, learned, StepCosts.of(points)
         self.points: dict[tuple[Arm, int], list[Point]] = {}
         for point in sorted(points, key=lambda point: point.repetition):
             self.points.setdefault((point.arm, point.concurrency), []).append(point)
@@ -336,6 +355,13 @@ class Results:
         if not (self.equality[arm].good and other in self.equality and self.equality[other].good):
             return None
         return ratio(self.points[arm, concurrency], self.points.get((other, concurrency), ()), figure)
+
+    def served(self, arm: Arm) -> list[str]:
+        """Strata in which the arm's head is served, by what it has saved last."""
+        saved = self.learned.get(arm)
+        if saved is None or saved.gates is None:
+            return []
+        return [name for name, gate in zip(saved.strata, saved.gates[HEAD], strict=True) if gate > 0]
 
     def noise(self) -> tuple[float, float]:
         """(median, largest) factor between the CPU throughputs of one arm at one concurrency in two passes."""
@@ -437,6 +463,28 @@ def depth_rows(found: Results) -> tuple[list[str], Rows]:
     return columns, rows
 
 
+def head_rows(found: Results) -> tuple[list[str], Rows]:
+    """Adaptive arms over the same without a head."""
+    rows = []
+    for arm, concurrency in found.adaptive():
+        other = arm._replace(kind=HEADLESS)
+        if arm != other and (other, concurrency) in found.points:
+            pair = [found.figures(each, concurrency) for each in (arm, other)]
+            rows.append(
+                [
+                    str(arm),
+                    str(concurrency),
+                    ", ".join(found.served(arm)) or "closed",
+                    *(f"{each.verified_per_token:.3f}" for each in pair),
+                    *(f"{each.accept_length:.3f}" for each in pair),
+                    _text(found.ratio(arm, other, concurrency, "throughput")),
+                    _text(found.ratio(arm, other, concurrency)),
+                ]
+            )
+    columns = ["arm", "at a time", "served in", "verified per token", "the same, headless", "accept length"]
+    return [*columns, "the same, headless", "by the clock", "over headless"], rows
+
+
 def equality_rows(found: Results) -> tuple[list[str], Rows]:
     return ["arm", "requests"], [[str(arm), str(each)] for arm, each in found.equality.items()]
 
@@ -511,7 +559,10 @@ def picture(path: Path, found: Results) -> None:
     Above by wall time, below by CPU time of the scheduler.
     """
     width = len(found.drafters)
-    colours = {PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens}
+    colours = {
+        PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens,
+        HEADLESS: plt.cm.Purples,
+    }  # fmt: skip
     figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
     for column, drafter in enumerate(found.drafters):
         arms = [arm for arm in found.arms if arm.drafter == drafter]
@@ -544,15 +595,27 @@ def page(form: str, found: Results) -> str:
     requests = ", ".join(f"{count} at {each}" for each, count in plan.requests.items())
     open_points = len(plan.keys()) - sum(map(len, found.points.values()))
     state = f" ({open_points} of {len(plan.keys())} points not measured)" if open_points else ""
-    parts = [
-        f"### {form}\n",
+    about = (
         f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes{state}. "
-        "The target's forward, fitted to the fixed arms' steps: {:.1f} ms, {:.2f} more per request, {:.2f} more per "
-        "verified token (CPU time). The machine's noise: between passes the tokens per CPU second of one arm at one "
-        "concurrency differ by a factor of {:.2f} (median), {:.2f} at most.\n".format(*found.costs, *found.noise()),
-        results.table(*adaptive_rows(found)),
-        claims(found),
-    ]
+        "The machine's noise: between passes the tokens per CPU second of one arm at one concurrency differ by a "
+        "factor of {:.2f} (median), {:.2f} at most.".format(*found.noise())
+    )
+    parts = [f"### {form}\n"]
+    columns, rows = head_rows(found)
+    if rows:
+        parts += [
+            f"{about} Every request served once before was {plan.warm_up} tokens long, so that the head's gate could "
+            "open; both arms plan by the same step costs. Ratios are of the arm with a head over that without.\n",
+            results.table(columns, rows),
+        ]
+    else:
+        parts += [
+            f"{about} The target's forward, fitted to the fixed arms' steps: {found.costs.base:.1f} ms, "
+            f"{found.costs.per_request:.2f} more per request, {found.costs.per_token:.2f} more per verified token "
+            "(CPU time).\n",
+            results.table(*adaptive_rows(found)),
+            claims(found),
+        ]
     columns, rows = depth_rows(found)
     if rows:
         parts += [
@@ -570,13 +633,16 @@ def page(form: str, found: Results) -> str:
 def publish_results(forms: dict[str, Results]) -> None:
     """The picture is that of the first form."""
     picture(ROOT / "docs/results-serving.png", next(iter(forms.values())))
-    command = "make bench-serving" + ("" if "Full form" in forms else " ARGS=--quick")
+    command = ", ".join(f"make bench-serving{OPTIONS[form]}" for form in forms)
     parts = [ABOUT, "![Throughput against interactivity](results-serving.png)\n"]
     results.publish("serving", "Serving", command, "\n".join([*parts, *(page(*each) for each in forms.items())]))
 
 
 def main(
     quick: Annotated[bool, typer.Option(help="Few arms and concurrencies, short outputs.")] = False,
+    head: Annotated[
+        bool, typer.Option(help="Adaptive verification with a head and without, after a long warm-up.")
+    ] = False,
     drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
     folder: Annotated[Path, typer.Option(help="What has been measured; it is not measured again.")] = Path(
         "build/bench-serving"
@@ -592,27 +658,34 @@ def main(
     unknown = set(drafter or ()) - known
     if unknown:
         raise typer.BadParameter(f"--drafter {', '.join(unknown)}: choose from {', '.join(sorted(known - {''}))}")
+    if quick and head:
+        raise typer.BadParameter("--quick and --head are two forms: give one of them")
+    form = SHORT if quick else HEAD_FORM if head else WHOLE
     folder = folder.resolve()
     try:
         with ExitStack() as resources:
-            benches = {form: Bench(each, folder, resources) for form, each in FORMS.items()}
+            benches = {name: Bench(each, folder, resources) for name, each in FORMS.items()}
             if measure:
-                benches["Quick form" if quick else "Full form"].measure(drafter or ())
-            forms = {form: each for form, bench in benches.items() if (each := bench.results()) is not None}
+                benches[form].measure(drafter or ())
+            forms = {name: each for name, bench in benches.items() if (each := bench.results()) is not None}
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")
         # The running engine ends by itself after its point, which is kept.
         os._exit(130)
-    found = forms.get("Quick form" if quick else "Full form")
+    found = forms.get(form)
     if found is None:
         console.print("nothing has been measured in this form: leave out --no-measure", style="red")
         raise typer.Exit(2)
     for name in found.drafters:
         show(name, *arm_rows(found, name))
     show("What an autoregressive drafter costs", *depth_rows(found))
-    show("Adaptive verification", *adaptive_rows(found))
+    if head:
+        show("Adaptive verification with a head, over that without", *head_rows(found))
+    else:
+        show("Adaptive verification", *adaptive_rows(found))
     show("Greedy output that is not plain decoding's", *equality_rows(found))
-    console.print(claims(found))
+    if not head:
+        console.print(claims(found))
     write_csv(folder / "points.csv", found)
     picture(folder / "serving.png", found)
     console.print(f"{folder}: points.csv, serving.png", highlight=False)

@@ -4,10 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import models
-from benchmarks.serving.points import ADAPTIVE, PLAIN, PROFILED, Arm
+from benchmarks.serving.points import ADAPTIVE, HEADLESS, PLAIN, PROFILED, Arm
 from tests.integrations.sglang.cpu_engine.attention_name import NAME
 
-TRIMMING = (ADAPTIVE, PROFILED)
+TRIMMING = (ADAPTIVE, PROFILED, HEADLESS)
+
+
+def costs(arm: Arm, kept: Path) -> Path:
+    """File of the step costs that an adaptive arm plans by."""
+    return kept / f"{arm._replace(kind=ADAPTIVE) if arm.kind == HEADLESS else arm} costs"
+
+
+def coefficients(arm: Arm, kept: Path) -> Path:
+    """File of what an adaptive arm has learned."""
+    return kept / f"{arm} coefficients.json"
 
 
 def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str, Any]:
@@ -34,10 +44,10 @@ def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str,
     if arm.kind in TRIMMING:
         engine["enable_adaptive_verification"] = True
         engine["adaptive_verification_config"] = {
-            "cost_cache" if arm.kind == ADAPTIVE else "cost_table": str(kept / f"{arm} costs"),
-            "coefficients": str(kept / f"{arm} coefficients.json"),
+            "cost_table" if arm.kind == PROFILED else "cost_cache": str(costs(arm, kept)),
+            "coefficients": str(coefficients(arm, kept)),
             "save_interval": 20,
-            "settings": {"refit_interval": 8},  # the runs are short
+            "settings": {"refit_interval": 8, "head": arm.kind != HEADLESS},  # the runs are short
             "ragged_backends": [NAME],
         }
     return engine

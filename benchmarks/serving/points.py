@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from av_triton import CostTable
 from benchmarks.resume import append_line, whole_lines
 
-PLAIN, FIXED, ADAPTIVE, PROFILED = "plain", "fixed", "adaptive", "profiled"
+PLAIN, FIXED, ADAPTIVE, PROFILED, HEADLESS = "plain", "fixed", "adaptive", "profiled", "headless"
 
 
 class Step(NamedTuple):
@@ -38,7 +38,8 @@ class Arm(NamedTuple):
     """drafter: SGLang's algorithm. length: draft positions K.
 
     kind: PLAIN (without the drafter, measured beside its arms), FIXED, ADAPTIVE (by the step costs that the server
-    measures when it starts) or PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`).
+    measures when it starts), PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`) or
+    HEADLESS (adaptive, by the adaptive arm's step costs, without a head on the drafter's hidden states).
     """
 
     drafter: str

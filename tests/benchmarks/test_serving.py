@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from av_triton import CostTable
+from av_triton.snapshot import Snapshot
 from benchmarks.serving import bench, models
 from benchmarks.serving.bench import Bench, Plan, Results, Turn
 from benchmarks.serving.points import (
@@ -173,7 +174,7 @@ def test_the_first_difference_of_each_output():
 
 def results(points, gap=1.0):
     tables = {ADAPTIVE: CostTable(draft=[(1, 1.0)], verify=[(1, 10.0), (4, 10.0), (12, 26.0)])}
-    return Results(PLAN, points, lambda found: [gap] * len(found), tables)
+    return Results(PLAN, points, lambda found: [gap] * len(found), tables, {})
 
 
 def both(arm, ms, **options):
@@ -210,6 +211,24 @@ def test_what_is_claimed():
     assert bench.verdicts(results(points))["open"] == [
         "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1"
     ]
+
+
+@pytest.mark.parametrize("gate, served", [(5, "sampled"), (0, "closed")])
+def test_a_head_is_compared_with_none(gate, served):
+    headless = ADAPTIVE._replace(kind="headless")
+    plan = PLAN._replace(groups=((PLAIN, ADAPTIVE, headless),))
+    saved = Snapshot(
+        num_draft_positions=2, strata=["sampled", "greedy"], slopes=[0.5, 0.9], intercepts=[[0.0, 0.0]] * 2,
+        refits=3, gates=[[7, 7], [gate, -4]],
+    )  # fmt: skip
+    points = [*both(PLAIN, 200.0), *both(ADAPTIVE, 80.0, emitted=9), *both(headless, 100.0)]
+    found = Results(plan, points, lambda found: [1.0] * len(found), {}, {ADAPTIVE: saved})
+    columns, rows = bench.head_rows(found)
+    assert [len(row) for row in rows] == [len(columns)] * 2
+    same = ["DFLASH adaptive 2", "4", served, "1.333", "1.500", "2.250", "2.000"]
+    assert rows[1] == [*same, "1.41 [1.41, 1.41]", "1.12 [1.12, 1.12]"]
+    assert "over headless" in bench.page(bench.HEAD_FORM, found)
+    assert not bench.head_rows(results([*both(PLAIN, 200.0), *both(ADAPTIVE, 80.0)]))[1]
 
 
 def test_no_speed_up_of_an_arm_with_other_output():
