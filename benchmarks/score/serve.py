@@ -9,6 +9,7 @@ learns no more: a recorded round comes up many times, and a head would know it b
 
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
 
 import matplotlib
@@ -33,6 +34,8 @@ SOURCES = [
     *(HERE.parent / each for each in ("online/arms.py", "serving/server.py", "traces/quality.py")),
 ]
 REQUESTS = (4, 16, 64, 256)
+LEARNED = 8000  # requests' steps to learn from, at the least, so that the head's gate can open
+WIDTH = 120  # of the text in docs/results.md
 ARMS = ("article's score", "with the head", "best fixed", "oracle")
 COLUMNS = ("trace", "requests", "tokens/s", "head / article's score", "head / best fixed", "oracle / article's score")
 
@@ -42,7 +45,7 @@ console = Console(width=140, highlight=False)
 def speeds(trace: Trace, requests: int, steps: int, seed: int) -> dict[str, float]:
     """Tokens per second over the second half's steps; which half is learned from changes with the seed."""
     learned, served = (trace.of_rows(slice(each, None, 2)) for each in (seed % 2, 1 - seed % 2))
-    first = list(traffic(learned, requests, steps // 2, seed))
+    first = list(traffic(learned, requests, max(steps // 2, LEARNED // requests), seed))
     then = list(traffic(served, requests, steps, seed + 1000))
     server = Server(served, DEPLOYMENTS[0], requests, settings_for(trace))
     found = {}
@@ -97,7 +100,14 @@ def main(
             f"(`benchmarks/serving/server.py`), {seeds} runs, mean and 95 % interval. The oracle knows the true "
             "acceptance probabilities (a bound, not lossless)."
         )
-        parts = [text, results.table(COLUMNS, rows), "![Throughput with the head](results-score-serving.png)"]
+        gains = [100 * (each.mean - 1) for each in heights.values()]
+        more, less = (sum(sign * (each.mean - 1) > each.half for each in heights.values()) for sign in (1, -1))
+        outcome = (
+            f"With the head {min(gains):+.1f} to {max(gains):+.1f} % at {len(gains)} points: above the article's score "
+            f"by more than the interval at {more}, below at {less}."
+        )
+        parts = [fill(text, WIDTH), fill(outcome, WIDTH), results.table(COLUMNS, rows).rstrip()]
+        parts.append("![Throughput with the head](results-score-serving.png)")
         results.publish("score_serving", "The head in serving, simulated", "make report-score", "\n\n".join(parts))
         picture(results.PAGE.parent / "results-score-serving.png", heights)
 
