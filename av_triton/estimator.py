@@ -138,7 +138,7 @@ class AcceptanceEstimator:
                 f"hidden_size = {hidden_size!r}: give the width of the drafter's hidden state, 1 to {MAX_HIDDEN}, or "
                 "None"
             )
-        self.hidden_size = hidden_size if self.settings.head else None
+        self.hidden_size = None if self.settings.head is False else hidden_size
         P, S = triton.next_power_of_2(num_draft_positions), len(self.settings.strata)
         history = self.settings.history or self.hidden_size is not None
         # A tensor made in inference mode could not be written to outside of it.

@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
             variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
         head: learn a correction of the log-odds from the drafter's hidden states, where the runtime gives them
-            (`hidden_size` of the estimator).
+            (`hidden_size` of the estimator). None: yes, unless the runtime finds that it costs too much.
         entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).
         history: keep how likely the drawn tokens were, by slot (`AcceptanceEstimator.state.gaps`). Scores use neither.
 
@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     initial_intercept: float = -0.2
     replicas: int = 1
     offset_prior: float | None = None
-    head: bool = True
+    head: bool | None = None
     entropy: bool = False
     history: bool = False
 
@@ -93,8 +93,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             elif field.type in (float, float | None):
                 ok = is_whole(value) or isinstance(value, float) or (optional and value is None)
                 need(ok, field.name, "give a number" + (" or None" if optional else ""))
-            elif field.type is bool:
-                need(isinstance(value, bool), field.name, "give True or False")
+            elif field.type in (bool, bool | None):
+                ok = isinstance(value, bool) or (optional and value is None)
+                need(ok, field.name, "give True or False" + (" or None" if optional else ""))
         need(self.refit_interval >= 1, "refit_interval", "give a whole number of steps, at least 1")
         need(0 < self.ridge < float("inf"), "ridge", "give a positive, finite number")
         need(0 <= self.damping < float("inf"), "damping", "give a finite number, 0 or more")

@@ -36,6 +36,7 @@ from benchmarks.serving.engine import Turn
 from benchmarks.serving.points import (
     ADAPTIVE,
     FIXED,
+    HEADED,
     HEADLESS,
     PLAIN,
     PROFILED,
@@ -158,7 +159,7 @@ FULL = Plan(
 )
 # With and without a head. The warm-up is as long as its gate needs to open.
 HEADS = Plan(
-    groups=(without("DFLASH") + group("DFLASH", (), 3, ADAPTIVE, HEADLESS),),
+    groups=(without("DFLASH") + group("DFLASH", (), 3, HEADED, HEADLESS),),
     requests={16: 48},
     length=32,
     warm_up=160,
@@ -464,11 +465,11 @@ def depth_rows(found: Results) -> tuple[list[str], Rows]:
 
 
 def head_rows(found: Results) -> tuple[list[str], Rows]:
-    """Adaptive arms over the same without a head."""
+    """Arms with a head over the same without."""
     rows = []
     for arm, concurrency in found.adaptive():
         other = arm._replace(kind=HEADLESS)
-        if arm != other and (other, concurrency) in found.points:
+        if arm.kind == HEADED and (other, concurrency) in found.points:
             pair = [found.figures(each, concurrency) for each in (arm, other)]
             rows.append(
                 [
@@ -561,7 +562,7 @@ def picture(path: Path, found: Results) -> None:
     width = len(found.drafters)
     colours = {
         PLAIN: plt.cm.binary, FIXED: plt.cm.Blues, ADAPTIVE: plt.cm.Oranges, PROFILED: plt.cm.Greens,
-        HEADLESS: plt.cm.Purples,
+        HEADED: plt.cm.Reds, HEADLESS: plt.cm.Purples,
     }  # fmt: skip
     figure, axes = plt.subplots(2, width, figsize=(5.2 * width, 9), layout="constrained", squeeze=False)
     for column, drafter in enumerate(found.drafters):

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import models
-from benchmarks.serving.points import ADAPTIVE, HEADLESS, PLAIN, PROFILED, Arm
+from benchmarks.serving.points import ADAPTIVE, HEADED, HEADLESS, PLAIN, PROFILED, Arm
 from tests.integrations.sglang.cpu_engine.attention_name import NAME
 
-TRIMMING = (ADAPTIVE, PROFILED, HEADLESS)
+TRIMMING = (ADAPTIVE, PROFILED, HEADED, HEADLESS)
 
 
 def costs(arm: Arm, kept: Path) -> Path:
     """File of the step costs that an adaptive arm plans by."""
-    return kept / f"{arm._replace(kind=ADAPTIVE) if arm.kind == HEADLESS else arm} costs"
+    return kept / f"{arm._replace(kind=ADAPTIVE) if arm.kind in (HEADED, HEADLESS) else arm} costs"
 
 
 def coefficients(arm: Arm, kept: Path) -> Path:
@@ -47,7 +47,9 @@ def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str,
             "cost_table" if arm.kind == PROFILED else "cost_cache": str(costs(arm, kept)),
             "coefficients": str(coefficients(arm, kept)),
             "save_interval": 20,
-            "settings": {"refit_interval": 8, "head": arm.kind != HEADLESS},  # the runs are short
+            "settings": {"refit_interval": 8},  # the runs are short
             "ragged_backends": [NAME],
         }
+    if arm.kind in (HEADED, HEADLESS):
+        engine["adaptive_verification_config"]["settings"]["head"] = arm.kind == HEADED
     return engine

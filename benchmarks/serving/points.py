@@ -14,7 +14,8 @@ from scipy.optimize import nnls
 from av_triton import CostTable
 from benchmarks.resume import append_line, whole_lines
 
-PLAIN, FIXED, ADAPTIVE, PROFILED, HEADLESS = "plain", "fixed", "adaptive", "profiled", "headless"
+PLAIN, FIXED, ADAPTIVE, PROFILED = "plain", "fixed", "adaptive", "profiled"
+HEADED, HEADLESS = "headed", "headless"
 
 
 class Step(NamedTuple):
@@ -38,8 +39,8 @@ class Arm(NamedTuple):
     """drafter: SGLang's algorithm. length: draft positions K.
 
     kind: PLAIN (without the drafter, measured beside its arms), FIXED, ADAPTIVE (by the step costs that the server
-    measures when it starts), PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`) or
-    HEADLESS (adaptive, by the adaptive arm's step costs, without a head on the drafter's hidden states).
+    measures when it starts), PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`), HEADED
+    or HEADLESS (adaptive, with and without a head on the drafter's hidden states, by the same measured step costs).
     """
 
     drafter: str

@@ -372,6 +372,17 @@ def exists() -> bool:
     return _current is not None
 
 
+def head_width(hidden_size: int | None, vocabulary: int, wanted: bool | None) -> int | None:
+    """Of the hidden states that a head is given; None: there is no head.
+
+    Where nobody says whether one is wanted: if the 6 bytes that it moves per coordinate and draft (read, keep, learn)
+    are at most a fiftieth of the draft's float32 logits, which the score reads anyway.
+    """
+    if hidden_size is None or wanted is False:
+        return None
+    return hidden_size if wanted or 6 * hidden_size * 50 <= 4 * vocabulary else None
+
+
 def build(
     launch: Launch,
     arguments: Any,
@@ -393,17 +404,18 @@ def build(
         max_rows=min(pool.shape[0], model_runner.max_running_requests),
         device=model_runner.device,
         autoregressive=autoregressive,
-        hidden_size=hidden_size,
+        hidden_size=head_width(hidden_size, int(model_runner.model_config.vocab_size), launch.config.settings.head),
         ranks=Ranks(get_parallel().tp_group),
     )
     status = _current.verifier.status()
     logger.info(
-        "Adaptive verification: %s; algorithm %s, %d draft positions, costs from %s, coefficients %s, backend %s.",
+        "Adaptive verification: %s; algorithm %s, %d draft positions, costs from %s, coefficients %s, %s, backend %s.",
         f"active ({status.reason})" if status.active else f"INACTIVE ({status.reason})",
         launch.algorithm,
         num_draft_positions,
         _current.cost_source,
         f"{status.refits} refits so far" if status.refits else "initial",
+        "no head" if (width := _current.verifier.estimator.hidden_size) is None else f"head on {width} coordinates",
         status.backend,
     )
     return _current

@@ -215,17 +215,17 @@ def test_what_is_claimed():
 
 @pytest.mark.parametrize("gate, served", [(5, "sampled"), (0, "closed")])
 def test_a_head_is_compared_with_none(gate, served):
-    headless = ADAPTIVE._replace(kind="headless")
-    plan = PLAN._replace(groups=((PLAIN, ADAPTIVE, headless),))
+    headed, headless = (ADAPTIVE._replace(kind=each) for each in ("headed", "headless"))
+    plan = PLAN._replace(groups=((PLAIN, headed, headless),))
     saved = Snapshot(
         num_draft_positions=2, strata=["sampled", "greedy"], slopes=[0.5, 0.9], intercepts=[[0.0, 0.0]] * 2,
         refits=3, gates=[[7, 7], [gate, -4]],
     )  # fmt: skip
-    points = [*both(PLAIN, 200.0), *both(ADAPTIVE, 80.0, emitted=9), *both(headless, 100.0)]
-    found = Results(plan, points, lambda found: [1.0] * len(found), {}, {ADAPTIVE: saved})
+    points = [*both(PLAIN, 200.0), *both(headed, 80.0, emitted=9), *both(headless, 100.0)]
+    found = Results(plan, points, lambda found: [1.0] * len(found), {}, {headed: saved})
     columns, rows = bench.head_rows(found)
     assert [len(row) for row in rows] == [len(columns)] * 2
-    same = ["DFLASH adaptive 2", "4", served, "1.333", "1.500", "2.250", "2.000"]
+    same = ["DFLASH headed 2", "4", served, "1.333", "1.500", "2.250", "2.000"]
     assert rows[1] == [*same, "1.41 [1.41, 1.41]", "1.12 [1.12, 1.12]"]
     assert "over headless" in bench.page(bench.HEAD_FORM, found)
     assert not bench.head_rows(results([*both(PLAIN, 200.0), *both(ADAPTIVE, 80.0)]))[1]

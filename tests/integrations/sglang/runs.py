@@ -67,8 +67,11 @@ def engine(family: Family, models: Path, adaptive: bool = False, **config: Any) 
 
 
 def plugin_config(models: Path, **changes: Any) -> dict[str, Any]:
+    """With a head, which by default the test models' small vocabularies would not have."""
     COST.save(models / "cost.json")
-    return {"cost_table": str(models / "cost.json"), "ragged_backends": [NAME], "log_interval": 20} | changes
+    settings = {"head": True} | changes.pop("settings", {})
+    usual = {"cost_table": str(models / "cost.json"), "ragged_backends": [NAME], "log_interval": 20}
+    return usual | {"settings": settings} | changes
 
 
 class Outcome(NamedTuple):

@@ -245,6 +245,19 @@ def test_a_hidden_state_that_is_too_wide_for_a_head_is_left_aside(
     each.score(torch.randn(1, VOCAB), position=0, hidden=torch.randn(2 * (hidden_size or 5), 1).T[:, ::2])
 
 
+@pytest.mark.parametrize(
+    "hidden_size, vocabulary, wanted, width",
+    [
+        (2000, 150_000, None, 2000), (2001, 150_000, None, None), (576, 49_152, None, 576), (4096, 152_064, None, None),
+        (4096, 152_064, True, 4096), (576, 49_152, False, None), (None, 150_000, True, None),
+    ],
+)  # fmt: skip
+def test_a_head_moves_a_fiftieth_of_the_logits_or_is_asked_for(
+    hidden_size: int | None, vocabulary: int, wanted: bool | None, width: int | None
+) -> None:
+    assert step.head_width(hidden_size, vocabulary, wanted) == width
+
+
 class Relay:
     """A group of two: what rank 0 sends, rank 1 gets."""
 
