@@ -14,7 +14,7 @@ from av_triton.ops.head import MAX_HIDDEN
 from av_triton_sglang import acceptance, graphs, measure, ragged, step_times
 from av_triton_sglang.flag import Config, Launch
 from av_triton_sglang.ranks import Ranks
-from av_triton_sglang.step import LAG, StepContext, changes_target
+from av_triton_sglang.step import LAG, StepContext, changes_target, head_width
 
 K, SLOTS, VOCAB = 4, 8, 16
 CACHE_KEY = (
@@ -255,7 +255,7 @@ def test_a_hidden_state_that_is_too_wide_for_a_head_is_left_aside(
 def test_a_head_moves_a_fiftieth_of_the_logits_or_is_asked_for(
     hidden_size: int | None, vocabulary: int, wanted: bool | None, width: int | None
 ) -> None:
-    assert step.head_width(hidden_size, vocabulary, wanted) == width
+    assert head_width(hidden_size, vocabulary, wanted) == width
 
 
 class Relay:
