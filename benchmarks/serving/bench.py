@@ -142,7 +142,7 @@ QUICK = Plan(
         without("DSPARK") + group("DSPARK", (3,), 3, ADAPTIVE),
     ),
     requests={1: 2, 4: 4, 16: 16},
-    length=24,
+    length=20,
     warm_up=16,
     passes=2,
 )
