@@ -141,7 +141,7 @@ QUICK = Plan(
         without("STANDALONE") + group("STANDALONE", (2,), 2, ADAPTIVE),
         without("DSPARK") + group("DSPARK", (3,), 3, ADAPTIVE),
     ),
-    requests={1: 1, 4: 4, 16: 16},
+    requests={1: 1, 2: 2, 16: 16},
     length=24,  # much shorter ones hardly ever have all 16 decode at once
     warm_up=16,
     passes=2,
