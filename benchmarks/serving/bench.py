@@ -498,6 +498,18 @@ def compute_bound(found: Results, arm: Arm, concurrency: int) -> bool:
     return found.costs.growth(arm, concurrency) >= COMPUTE_BOUND
 
 
+def steps_beside(found: Results, arm: Arm, other: Arm, concurrency: int) -> str:
+    """Where an arm's steps spend what another's do not, by their medians."""
+    mine, theirs = (found.figures(each, concurrency) for each in (arm, other))
+    tokens = [each.verified_per_token * each.accept_length * concurrency for each in (mine, theirs)]
+    rest = [each.step_ms - each.target_ms for each in (mine, theirs)]
+    return (
+        f"a step's target took {mine.target_ms:.0f} ms for {tokens[0]:.0f} tokens against {theirs.target_ms:.0f} for "
+        f"{tokens[1]:.0f}, drafting, scoring and planning {rest[0]:.0f} against {rest[1]:.0f}, and gave "
+        f"{mine.accept_length:.2f} tokens per request against {theirs.accept_length:.2f}"
+    )
+
+
 def verdicts(found: Results) -> dict[str, list[str]]:
     """Every case of what is wanted (see `claims`): "held" or "missed" where all passes say so, else "open"."""
     lines: dict[str, list[str]] = {"missed": [], "open": [], "held": []}
@@ -511,7 +523,8 @@ def verdicts(found: Results) -> dict[str, list[str]]:
             value = found.ratio(arm, other, concurrency)
             if value is not None:
                 state = "held" if value.low >= least else "missed" if value.high < least else "open"
-                lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}")
+                why = f"; {steps_beside(found, arm, other, concurrency)}" if state == "missed" else ""
+                lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}{why}")
     return lines
 
 
