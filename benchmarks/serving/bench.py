@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -45,7 +46,6 @@ from benchmarks.serving.points import (
     Figures,
     Point,
     Ratio,
-    StepCosts,
     differences,
     load,
     pareto_front,
@@ -75,14 +75,16 @@ SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--specu
 SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
 is no arm here, for there is no trained EAGLE drafter for this target.
 
-"adaptive" plans by the step costs that the server measures when it starts, "profiled" by costs fitted to the steps of
-the fixed arms in the first pass. Every engine had served the same prompts once before what is measured, so prompts are
-cached and coefficients learned. The arms of a table took turns at every concurrency, in every other pass backwards.
+"adaptive" plans by the step costs that the server measures when it starts, "profiled" by the medians of the steps of
+plain decoding and of the fixed arms in the first pass. Every engine had served the same prompts once before what is
+measured, so prompts are cached and coefficients learned. The arms of a table took turns at every concurrency, in every
+other pass backwards.
 
-Ratios are of tokens per CPU second, means over the passes [lowest, highest pass]. "over fixed": over the same fixed
-length, "by the clock" the same in tokens/s; the best fixed length is in brackets. "all / none": what all drafts cost
-the target over what none cost, by a line fitted to the fixed arms' steps. "ms per draft": what the arm plans with for a
-verified draft.
+Ratios are of tokens per CPU second, geometric means over the passes, with the 95 % interval of the mean (Student's t);
+of fewer than 4 passes the lowest and the highest are given instead. "over fixed": over the same fixed length, "by the
+clock" the same in tokens/s; the best fixed length is in brackets. "all / none": the target's forward with all drafts,
+in the fixed arm, over that with none, in plain decoding. "ms per draft": what the arm plans with for a verified draft,
+from none to all.
 """
 console = Console(width=None if sys.stdout.isatty() else 140)
 
@@ -119,7 +121,7 @@ class Plan(NamedTuple):
         )
 
     def key(self, arm: Arm, repetition: int, concurrency: int) -> tuple[object, ...]:
-        return arm, repetition, concurrency, self.requests[concurrency], self.length
+        return arm, repetition, concurrency, self.requests.get(concurrency), self.length
 
     def keys(self) -> set[tuple[object, ...]]:
         return {self.key(arm, n, each) for arm in self.arms for n in range(self.passes) for each in self.requests}
@@ -167,7 +169,7 @@ HEADS = Plan(
 )
 WHOLE, SHORT, HEAD_FORM = "Full form", "Quick form", "With and without a head"
 FORMS = {WHOLE: FULL, SHORT: QUICK, HEAD_FORM: HEADS}
-OPTIONS = {WHOLE: "", SHORT: " ARGS=--quick", HEAD_FORM: " ARGS=--head"}
+OPTIONS = {WHOLE: "", SHORT: "--quick", HEAD_FORM: "--head"}
 
 
 def digest() -> str:
@@ -199,8 +201,13 @@ class Bench:
             return self._resources.enter_context(ForkServer(logs))
 
     def points(self) -> list[Point]:
-        wanted = self.plan.keys()
-        return [point for key, point in load(self.store).items() if key in wanted]
+        """Of the plan, and of further passes that there may be."""
+        arms = set(self.plan.arms)
+        return [
+            point
+            for point in load(self.store).values()
+            if point.arm in arms and point.key == self.plan.key(point.arm, point.repetition, point.concurrency)
+        ]
 
     def engine(self, arm: Arm) -> dict[str, Any]:
         return launch.keywords(arm, self.checkpoints, self.kept, max(self.plan.requests))
@@ -279,7 +286,8 @@ class Bench:
             for arm in self.plan.arms
             if (path := launch.coefficients(arm, self.kept)).exists()
         }
-        return Results(self.plan, points, self.gaps, tables, learned)
+        passes = max(self.plan.passes, *(point.repetition + 1 for point in points))
+        return Results(self.plan._replace(passes=passes), points, self.gaps, tables, learned)
 
 
 class Equality(NamedTuple):
@@ -312,7 +320,7 @@ class Results:
         tables: dict[Arm, CostTable],
         learned: dict[Arm, Snapshot],
     ) -> None:
-        self.plan, self.tables, self.learned, self.costs = plan, tables, learned, StepCosts.of(points)
+        self.plan, self.tables, self.learned = plan, tables, learned
         self.points: dict[tuple[Arm, int], list[Point]] = {}
         for point in sorted(points, key=lambda point: point.repetition):
             self.points.setdefault((point.arm, point.concurrency), []).append(point)
@@ -381,6 +389,14 @@ class Results:
         verify = self.tables[arm].dense(concurrency, concurrency + drafts).verify
         return float(verify[-1] - verify[concurrency]) / drafts
 
+    def growth(self, arm: Arm, concurrency: int) -> Ratio | None:
+        """What the target's forward costs with all drafts, in the fixed arm, over what it costs with none, in plain
+        decoding."""
+        same, plain = arm._replace(kind=FIXED), Arm(arm.drafter, PLAIN, 0)
+        if (same, concurrency) not in self.points:
+            return None
+        return self.ratio(same, plain, concurrency, "target_cpu_ms")
+
     def best_fixed(self, arm: Arm, concurrency: int) -> Arm:
         """The fixed arm with this arm's drafter of the highest throughput by CPU time, of those measured."""
         fixed = [
@@ -427,7 +443,7 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
             [
                 str(arm),
                 str(concurrency),
-                f"{found.costs.growth(arm, concurrency):.2f}",
+                _text(found.growth(arm, concurrency)),
                 f"{found.planned(arm, concurrency):.2f}",
                 _text(found.ratio(arm, same, concurrency, "throughput")),
                 _text(found.ratio(arm, same, concurrency)),
@@ -495,7 +511,8 @@ def _text(value: Ratio | None) -> str:
 
 
 def compute_bound(found: Results, arm: Arm, concurrency: int) -> bool:
-    return found.costs.growth(arm, concurrency) >= COMPUTE_BOUND
+    growth = found.growth(arm, concurrency)
+    return growth is not None and growth.mean >= COMPUTE_BOUND
 
 
 def steps_beside(found: Results, arm: Arm, other: Arm, concurrency: int) -> str:
@@ -511,7 +528,8 @@ def steps_beside(found: Results, arm: Arm, other: Arm, concurrency: int) -> str:
 
 
 def verdicts(found: Results) -> dict[str, list[str]]:
-    """Every case of what is wanted (see `claims`): "held" or "missed" where all passes say so, else "open"."""
+    """Every case of what is wanted (see `claims`): "held" or "missed" where the whole interval says so, else
+    "open"."""
     lines: dict[str, list[str]] = {"missed": [], "open": [], "held": []}
     for arm, concurrency in found.adaptive():
         cases = []
@@ -533,8 +551,7 @@ def claims(found: Results) -> str:
     lines = [
         f"Wanted, by CPU time: where verification is compute-bound (all drafts cost the target {COMPUTE_BOUND} times "
         f"what none cost, or more) no fixed length is faster; at 1 and 2 requests at least {1 - BYPASS_LOSS} of the "
-        "same fixed length. A state is what all passes say, the noise above in it: a ratio no further from 1 than "
-        "that factor shows nothing.\n",
+        "same fixed length. A state is what the whole interval says.\n",
         *(f"- {line}" for line in wrong),
         *([] if any(compute_bound(found, *each) for each in found.adaptive()) else ["- Nowhere compute-bound here."]),
         *(f"- {state}: {line}" for state, of_state in verdicts(found).items() for line in of_state),
@@ -624,9 +641,7 @@ def page(form: str, found: Results) -> str:
         ]
     else:
         parts += [
-            f"{about} The target's forward, fitted to the fixed arms' steps: {found.costs.base:.1f} ms, "
-            f"{found.costs.per_request:.2f} more per request, {found.costs.per_token:.2f} more per verified token "
-            "(CPU time).\n",
+            f"{about}\n",
             results.table(*adaptive_rows(found)),
             claims(found),
         ]
@@ -644,10 +659,16 @@ def page(form: str, found: Results) -> str:
     return "\n".join(parts)
 
 
+def command_of(form: str, passes: int) -> str:
+    options = [OPTIONS[form], f"--passes {passes}" if passes != FORMS[form].passes else ""]
+    arguments = " ".join(filter(None, options))
+    return "make bench-serving" + (f" ARGS={shlex.quote(arguments)}" if arguments else "")
+
+
 def publish_results(forms: dict[str, Results]) -> None:
     """The picture is that of the first form."""
     picture(ROOT / "docs/results-serving.png", next(iter(forms.values())))
-    command = ", ".join(f"make bench-serving{OPTIONS[form]}" for form in forms)
+    command = ", ".join(command_of(form, found.plan.passes) for form, found in forms.items())
     parts = [ABOUT, "![Throughput against interactivity](results-serving.png)\n"]
     results.publish("serving", "Serving", command, "\n".join([*parts, *(page(*each) for each in forms.items())]))
 
@@ -657,6 +678,9 @@ def main(
     head: Annotated[
         bool, typer.Option(help="Adaptive verification with a head and without, after a long warm-up.")
     ] = False,
+    passes: Annotated[
+        int | None, typer.Option(min=1, help="How often every arm is measured; more narrow the intervals.")
+    ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="Only these: DFLASH, STANDALONE, DSPARK.")] = None,
     folder: Annotated[Path, typer.Option(help="What has been measured; it is not measured again.")] = Path(
         "build/bench-serving"
@@ -679,6 +703,8 @@ def main(
     try:
         with ExitStack() as resources:
             benches = {name: Bench(each, folder, resources) for name, each in FORMS.items()}
+            if passes is not None:
+                benches[form].plan = benches[form].plan._replace(passes=passes)
             if measure:
                 benches[form].measure(drafter or ())
             forms = {name: each for name, bench in benches.items() if (each := bench.results()) is not None}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.serving.points import PROFILED, Arm, Point, Step, StepCosts, append, load
+from benchmarks.serving.points import PROFILED, Arm, Point, Step, append, load, profiled_costs
 from tests.integrations.sglang.cpu_engine.jobs import DEFAULTS
 
 
@@ -70,10 +70,9 @@ def serve(
 
 
 def _profile(arm: Arm, table: Path, store: Path) -> None:
-    """The step costs of a profiled arm, from the fixed arms' first points."""
+    """The step costs of a profiled arm, from the first points of plain decoding and the fixed arms."""
     if not table.exists():
-        found = list(load(store).values())
-        StepCosts.of(found).table(found, arm).save(table)
+        profiled_costs(load(store).values(), arm).save(table)
 
 
 def _start(

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-from scipy.optimize import nnls
+from scipy.stats import t
 
 from av_triton import CostTable
 from benchmarks.resume import append_line, whole_lines
 
 PLAIN, FIXED, ADAPTIVE, PROFILED = "plain", "fixed", "adaptive", "profiled"
 HEADED, HEADLESS = "headed", "headless"
+INTERVAL_FROM = 4
 
 
 class Step(NamedTuple):
@@ -39,8 +39,8 @@ class Arm(NamedTuple):
     """drafter: SGLang's algorithm. length: draft positions K.
 
     kind: PLAIN (without the drafter, measured beside its arms), FIXED, ADAPTIVE (by the step costs that the server
-    measures when it starts), PROFILED (adaptive too, by step costs from the fixed arms' steps, see `StepCosts`), HEADED
-    or HEADLESS (adaptive, with and without a head on the drafter's hidden states, by the same measured step costs).
+    measures when it starts), PROFILED (adaptive too, by `profiled_costs`), HEADED or HEADLESS (adaptive, with and
+    without a head on the drafter's hidden states, by the same measured step costs).
     """
 
     drafter: str
@@ -88,7 +88,8 @@ class Figures:
 
     throughput: emitted tokens per second. per_user: the same per request. cpu_throughput: emitted tokens per second of
     the scheduler's CPU time. accept_length: tokens per request and step. verified_per_token: tokens through the target
-    per emitted token. step_ms, target_ms: medians. target_share: of the steps' time, spent in the target's forward.
+    per emitted token. step_ms, target_ms, target_cpu_ms: medians. target_share: of the steps' time, spent in the
+    target's forward.
     """
 
     throughput: float
@@ -98,6 +99,7 @@ class Figures:
     verified_per_token: float
     step_ms: float
     target_ms: float
+    target_cpu_ms: float
     target_share: float
     steps: int
 
@@ -119,59 +121,51 @@ class Figures:
             verified_per_token=verified / emitted,
             step_ms=statistics.median(step.ms for step in steps),
             target_ms=statistics.median(step.target_ms for step in steps),
+            target_cpu_ms=statistics.median(step.target_cpu_ms for step in steps),
             target_share=target_ms / ms,
             steps=len(steps),
         )
 
 
-class StepCosts(NamedTuple):
-    """The target's forward in CPU milliseconds: base + per_request * requests + per_token * verified tokens."""
+def profiled_costs(points: Iterable[Point], arm: Arm) -> CostTable:
+    """Step costs for this arm in CPU time, medians over the steps at the full concurrency.
 
-    base: float
-    per_request: float
-    per_token: float
-
-    @classmethod
-    def of(cls, points: Iterable[Point]) -> "StepCosts":
-        """Least squares, none below 0, over the fixed arms' points, the medians of their steps; NaN without any."""
-        sizes, times = [], []
-        for point in points:
-            if point.arm.kind == FIXED:
-                steps = [step for step in point.steps if step.requests == point.concurrency]
-                sizes.append((1, point.concurrency, steps[0].verified))
-                times.append(statistics.median(step.target_cpu_ms for step in steps))
-        return cls(*(nnls(np.array(sizes, float), np.array(times))[0].tolist() if sizes else [math.nan] * 3))
-
-    def growth(self, arm: Arm, requests: int) -> float:
-        """What all drafts cost the target over what none cost."""
-        rest = self.base + self.per_request * requests
-        return (rest + self.per_token * requests * (arm.length + 1)) / (rest + self.per_token * requests)
-
-    def table(self, points: Iterable[Point], arm: Arm) -> CostTable:
-        """For this arm, whose drafting is timed in the points of the fixed arm of its length.
-
-        The target's cost per request goes with the drafting: both are spent whatever the budget.
-        """
-        same = arm._replace(kind=FIXED)
-        draft: dict[int, list[float]] = {}
-        for point in points:
-            if point.arm == same:
-                draft.setdefault(point.concurrency, []).extend(
-                    step.cpu_ms - step.target_cpu_ms for step in point.steps if step.requests == point.concurrency
-                )
-        most = max(draft) * (arm.length + 1)
-        return CostTable(
-            draft=[(n, max(statistics.median(draft[n]) + self.per_request * n, 1e-3)) for n in sorted(draft)],
-            verify=[(n, max(self.base + self.per_token * n, 1e-3)) for n in (1, most)],
-        )
+    The target's forward by its tokens, of plain decoding and all fixed arms; the rest of a step by its requests, of the
+    fixed arm of this length.
+    """
+    draft: dict[int, list[float]] = {}
+    verify: dict[int, list[float]] = {}
+    same = arm._replace(kind=FIXED)
+    for point in points:
+        for step in point.steps if point.arm.kind in (PLAIN, FIXED) else ():
+            if step.requests == point.concurrency:
+                verify.setdefault(step.verified, []).append(step.target_cpu_ms)
+                if point.arm == same:
+                    draft.setdefault(step.requests, []).append(step.cpu_ms - step.target_cpu_ms)
+    if not draft:
+        raise ValueError(f"{arm}: no step of {same} to take costs from; measure that arm first")
+    return CostTable(
+        *([(size, max(statistics.median(each[size]), 1e-3)) for size in sorted(each)] for each in (draft, verify))
+    )
 
 
 class Ratio(NamedTuple):
-    """Of two arms' figures: the geometric mean over the passes, the lowest and the highest pass."""
+    """Of two arms' figures, over the passes; see `of`."""
 
     mean: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, factors: Sequence[float]) -> "Ratio":
+        """The geometric mean and its 95 % interval by Student's t; of fewer than INTERVAL_FROM factors, which say
+        little about their spread, the lowest and the highest."""
+        mean = statistics.geometric_mean(factors)
+        if len(factors) < INTERVAL_FROM:
+            return cls(mean, min(factors), max(factors))
+        logs = [math.log(each) for each in factors]
+        half = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        return cls(mean, mean * math.exp(-half), mean * math.exp(half))
 
     def __str__(self) -> str:
         return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
@@ -184,7 +178,7 @@ def ratio(points: Iterable[Point], others: Iterable[Point], figure: str = "throu
         getattr(Figures.of([mine[n]]), figure) / getattr(Figures.of([theirs[n]]), figure)
         for n in sorted(mine.keys() & theirs.keys())
     ]
-    return Ratio(statistics.geometric_mean(pairs), min(pairs), max(pairs)) if pairs else None
+    return Ratio.of(pairs) if pairs else None
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[bool]:

@@ -16,12 +16,13 @@ from benchmarks.serving.points import (
     Difference,
     Figures,
     Point,
+    Ratio,
     Step,
-    StepCosts,
     append,
     differences,
     load,
     pareto_front,
+    profiled_costs,
     ratio,
 )
 
@@ -61,9 +62,9 @@ class FakeServer:
             self.measured.append((arm, turn.repetition, turn.concurrency))
 
 
-def run(folder, budget, drafters=()):
+def run(folder, budget, drafters=(), plan=PLAN):
     with ExitStack() as resources:
-        running = Bench(PLAN, folder, resources)
+        running = Bench(plan, folder, resources)
         running.server, running.prompts, running.engine = FakeServer(budget), [], lambda arm: {}
         try:
             running.measure(drafters)
@@ -85,6 +86,21 @@ def test_a_killed_run_goes_on(tmp_path):
     assert run(tmp_path, 100).server.measured == []
     assert set(load(first.store)) == PLAN.keys()
     assert set(second.results().points) == {(arm, each) for arm in PLAN.arms for each in PLAN.requests}
+
+
+def test_further_passes_add_to_the_others(tmp_path, monkeypatch):
+    assert run(tmp_path, 100).results().plan.passes == 2
+    more = run(tmp_path, 100, plan=PLAN._replace(passes=3))
+    assert {repetition for _, repetition, _ in more.server.measured} == {2}
+    later = run(tmp_path, 100)
+    assert not later.server.measured
+    assert later.results().plan.passes == 3
+    assert len(later.results().points[ADAPTIVE, 4]) == 3
+    monkeypatch.setattr(bench, "FORMS", dict.fromkeys(bench.FORMS, PLAN))
+    assert [bench.command_of(bench.SHORT, passes) for passes in (2, 3)] == [
+        "make bench-serving ARGS=--quick", "make bench-serving ARGS='--quick --passes 3'"
+    ]  # fmt: skip
+    assert bench.command_of(bench.WHOLE, 2) == "make bench-serving"
 
 
 def test_one_drafter_can_be_measured_alone(tmp_path):
@@ -133,7 +149,7 @@ def test_the_figures_of_a_point():
     )  # fmt: skip
     figures = Figures.of([recorded])
     # 10 tokens in 100 ms of three steps of two requests, with 20 tokens verified.
-    assert astuple(figures) == pytest.approx((100.0, 50.0, 200.0, 10 / 6, 2.0, 30.0, 15.0, 0.5, 3))
+    assert astuple(figures) == pytest.approx((100.0, 50.0, 200.0, 10 / 6, 2.0, 30.0, 15.0, 1.0, 0.5, 3))
     with pytest.raises(ValueError, match="no decode step with 4 requests; serve at least 4"):
         Figures.of(
             [Point(**{name: getattr(recorded, name) for name in recorded.__struct_fields__} | {"concurrency": 4})]
@@ -147,19 +163,23 @@ def test_arms_are_compared_pass_by_pass():
     assert ratio(mine, []) is None
 
 
-def test_step_costs_from_the_fixed_arms():
-    points = [point(arm, 0, each) for arm in DFLASH for each in (1, 4)]
-    costs = StepCosts.of(points)
-    assert costs == pytest.approx((6.0, 0.5, 1.0))
-    assert costs.growth(ADAPTIVE, 4) == pytest.approx(20 / 12)
-    dense = costs.table(points, ADAPTIVE).dense(4, 12)
-    # The sum is what a step costs: 5 for drafting, 6 + .5 * 4 + 12 for the target.
-    assert dense.draft[4] + dense.verify[12] == pytest.approx(25.0)
-    assert dense.draft[1] + dense.verify[1] == pytest.approx(12.5)
-    # Noise makes no token cost less than nothing.
-    slower = [Step(4, 8, 4, 99.0, 99.0, 99.0, 99.0)]
-    noisy = StepCosts.of([point(TWO), msgspec.structs.replace(point(ONE), steps=slower)])
-    assert noisy.per_token == 0
+def test_the_costs_of_a_profiled_arm():
+    points = [point(arm, 0, each) for arm in (PLAIN, ONE, TWO, ADAPTIVE) for each in (1, 4)]
+    alone = Step(1, 3, 3, 900.0, 900.0, 900.0, 900.0)  # the last request of a batch of 4
+    points[1] = msgspec.structs.replace(points[1], steps=[*points[1].steps, alone])
+    costs = profiled_costs(points, ADAPTIVE)
+    # By tokens: plain decoding and both lengths, at 1 and at 4 requests. Drafting takes 5.
+    assert costs.verify == [(1, 7.5), (2, 8.5), (3, 9.5), (4, 12.0), (8, 16.0), (12, 20.0)]
+    assert costs.draft == [(1, 5.0), (4, 5.0)]
+    with pytest.raises(ValueError, match="no step of DFLASH fixed 2 to take costs from; measure that arm first"):
+        profiled_costs(points[:4], ADAPTIVE)
+
+
+def test_many_passes_give_the_interval_of_the_mean():
+    assert Ratio.of([0.5, 2.0, 1.0]) == pytest.approx((1.0, 0.5, 2.0))
+    # log 2 apart from 0: deviation log 2 * sqrt(4 / 3), over sqrt(4), times t(.975, 3) = 3.182
+    half = 2 ** (3.182446 / 3**0.5)
+    assert Ratio.of([0.5, 2.0, 0.5, 2.0]) == pytest.approx((1.0, 1 / half, half))
 
 
 def test_the_pareto_front():
@@ -186,7 +206,7 @@ def test_the_tables():
     columns, rows = bench.adaptive_rows(found)
     assert [len(row) for row in rows] == [len(columns)] * 2
     # The target at 1 request: 9.5 ms over 7.5; at 4: 20 over 12. The best fixed length is 1.
-    assert [row[2] for row in rows] == ["1.27", "1.67"]
+    assert [row[2] for row in rows] == ["1.27 [1.27, 1.27]", "1.67 [1.67, 1.67]"]
     # By the table 8 drafts at 4 requests cost 16 ms.
     assert [row[3] for row in rows] == ["0.00", "2.00"]
     # By the clock 125 over 80 ms; in CPU time 14.5, 13.5 and 12.5 ms with 2, 1 and no drafts.
