@@ -22,7 +22,7 @@ class ReplicaRefit:
     """Replaces the refit of one replica's verifier by a common one. Every replica of `group` constructs it, and calls
     `step` equally often:
 
-        replicas = ReplicaRefit(verifier)       # takes over the coefficients of the group's first replica
+        replicas = ReplicaRefit(verifier)       # takes over coefficients and labels of the group's first replica
         while serving:
             ...                                 # score, plan, verify, observe: replayed from a graph or not
             replicas.step()                     # also in a step without requests
@@ -65,10 +65,9 @@ class ReplicaRefit:
                 f"max_intercept_step): {mine} here, {other} elsewhere; give every replica the same settings"
             )
         first = dist.get_global_rank(group, 0) if group is not None else 0
-        for coefficients in (self._state.slopes, self._state.intercepts):
-            dist.broadcast(coefficients, src=first, group=group)
+        for learned in (self._state.slopes, self._state.intercepts, self._state.labels):
+            dist.broadcast(learned, src=first, group=group)
         self._state.sums.zero_()
-        self._state.labels.zero_()
         self._state.clock[CYCLE] = _NEVER_FULL
 
     def step(self) -> bool:

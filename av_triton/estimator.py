@@ -509,7 +509,7 @@ class AcceptanceEstimator:
         s.gates.copy_(-bounds)
         if snapshot.gates is not None:
             offset, head = self.settings.offset_prior is not None, s.head is not None and snapshot.head is not None
-            there = torch.tensor([offset, head], device=self.device)[:, None]
+            there = torch.tensor([offset, head], device=self.device)[:, None] & _accumulate.settled(s.labels)
             saved = torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds)
             s.gates.copy_(torch.where(there, saved, -bounds))
         if s.head is not None:

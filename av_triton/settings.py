@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         offset_prior: adds to each request's log-odds an offset of its own, R / (V + offset_prior), with R the sum of
             y - p over the request's labels and V that of p(1-p), p without the offset. It stands for the inverse
             variance of the offsets among requests: the smaller, the sooner a request's labels count. None: no offset.
+            In each stratum it is served while it predicts better, from 4096 labels on; so is a head's correction.
         head: learn a correction of the log-odds from the drafter's hidden states, where the runtime gives them
             (`hidden_size` of the estimator). None: yes, unless the runtime finds that it costs too much.
         entropy: keep the entropy of every draft distribution, by slot (`AcceptanceEstimator.state.entropies`).

@@ -133,6 +133,21 @@ def test_a_replica_that_loads_a_file_still_refits_with_the_others_only(tmp_path:
     assert verifier.coefficients().slopes != before.slopes
 
 
+def test_what_the_first_replica_has_learned_keeps_its_weight(tmp_path: Path) -> None:
+    """Else a loaded fit is replaced by the first interval's, and gates that are open cannot close."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        verifier = AdaptiveVerifier(ROWS, K, settings=settings(1))
+        verifier.estimator.state.labels[:, :K] = torch.tensor([[3 * Q30], [5000 * Q30]])
+        verifier.save(tmp_path / "fit.json")
+        other = AdaptiveVerifier(ROWS, K, settings=settings(1))
+        other.load(tmp_path / "fit.json")
+        ReplicaRefit(other)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(other.estimator.state.labels, verifier.estimator.state.labels)
+
+
 def test_a_process_outside_of_the_group_is_told_so() -> None:
     with pytest.raises(ValueError, match="not in the group: construct ReplicaRefit on the members of a group alone"):
         ReplicaRefit(AdaptiveVerifier(ROWS, K, settings=settings(1)), dist.GroupMember.NON_GROUP_MEMBER)

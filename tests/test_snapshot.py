@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from av_triton import AcceptanceEstimator, AdaptiveVerifier, Settings
+from av_triton.ops.accumulate import GATES, SETTLED
 from av_triton.ops.select import Q30
 from av_triton.snapshot import HeadSnapshot, Snapshot, SnapshotError
 from tests.state import copies, differences
@@ -244,6 +245,16 @@ def test_without_a_head_the_rest_of_a_file_is_loaded(tmp_path):
     after.load(tmp_path / "fit.json")
     assert torch.equal(before.state.slopes, after.state.slopes)
     assert after.state.head is None
+
+
+def test_gates_of_a_file_count_in_strata_with_labels_enough_alone(tmp_path):
+    before = learned()
+    before.state.gates.fill_(Q30)
+    before.state.labels[:] = torch.tensor([[SETTLED - 1, 0, 0, 0], [SETTLED - 2, 1, 1, 0]]) * Q30
+    before.save(tmp_path / "fit.json")
+    after = learned(steps=0)
+    after.load(tmp_path / "fit.json")
+    assert torch.equal(after.state.gates, torch.tensor([[-GATES[0], Q30], [-GATES[1], Q30]]))
 
 
 @pytest.mark.parametrize("kept", ["head", "offset", "neither"])

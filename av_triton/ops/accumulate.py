@@ -465,6 +465,11 @@ def _observe_torch(
         state.clock[REFITS] += 1
 
 
+def settled(labels: torch.Tensor) -> torch.Tensor:
+    """bool [S]: the strata whose gates move, by their labels int64 Q30 [S, P]."""
+    return labels.clamp(max=SETTLED * Q30).sum(1) >= SETTLED * Q30
+
+
 def _gain_torch(
     state: EstimatorState,
     gate: int,
@@ -476,9 +481,9 @@ def _gain_torch(
 ) -> None:
     """Move a gate by what its addition to the log-odds gains."""
     gain = torch.where(omega > 0, omega * (loss_reference(without, y) - loss_reference(with_it, y)), 0.0)
-    settled = state.labels.clamp(max=SETTLED * Q30).sum(1) >= SETTLED * Q30
     moved = state.gates[gate].index_add(0, strata, (gain * Q30).to(torch.int64).sum(1))
-    state.gates[gate] = torch.where(settled, moved.clamp(-GATES[gate], GATES[gate]), state.gates[gate])
+    moved = moved.clamp(-GATES[gate], GATES[gate])
+    state.gates[gate] = torch.where(settled(state.labels), moved, state.gates[gate])
 
 
 @triton.jit(do_not_specialize=["n", "num_slots"], do_not_specialize_on_alignment=["slots", "new_strata"])

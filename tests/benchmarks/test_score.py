@@ -8,6 +8,8 @@ import pytest
 from scipy.special import expit
 
 from av_triton import Settings
+from av_triton.ops.accumulate import GATES, SETTLED
+from av_triton.ops.select import Q30
 from benchmarks.score import compare, scenarios
 from benchmarks.score.additions import CLIP, EVIDENCE_FROM, HEAD_BOUND, OFFSET_BOUND, Additions, Gate, Restated, labels
 from benchmarks.score.arms import Estimator, Peer
@@ -310,6 +312,7 @@ def test_the_library_learns_what_is_restated(exact):
         restatement.observe(batch)
         library.observe(batch)
     state = library.inner.state
+    assert (SETTLED, *(each / Q30 for each in GATES)) == (EVIDENCE_FROM, OFFSET_BOUND, HEAD_BOUND)
     assert state.gates[1, 0] > 0
     assert np.quantile(gaps, 0.95) < 1e-3  # a gate may open a step sooner
     assert np.allclose(state.head.weights[0, :-1], restatement.head.v[1:], atol=2e-3)

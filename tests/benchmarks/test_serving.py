@@ -225,8 +225,7 @@ def test_what_is_claimed():
         "held": ["DFLASH adaptive 2, 1 at a time: 1.00 [1.00, 1.00] of DFLASH fixed 2"],
         "missed": [
             "DFLASH adaptive 2, 4 at a time: 0.84 [0.84, 0.84] of DFLASH fixed 1; a step's target took 31 ms for 12 "
-            "tokens against 25 for 8, drafting, scoring and planning 94 against 75, and gave 2.00 tokens per request "
-            "against 2.00"
+            "tokens against 25 for 8, the rest of the step 94 against 75, and gave 2.00 tokens per request against 2.00"
         ],
         "open": [],
     }
@@ -253,6 +252,10 @@ def test_a_head_is_compared_with_none(gate, served):
     assert rows[1] == [*same, "1.41 [1.41, 1.41]", "1.12 [1.12, 1.12]"]
     assert "over headless" in bench.page(bench.HEAD_FORM, found)
     assert not bench.head_rows(results([*both(PLAIN, 200.0), *both(ADAPTIVE, 80.0)]))[1]
+    half = bench.page(bench.HEAD_FORM, Results(plan, both(PLAIN, 200.0), lambda found: [], {}, {}))
+    assert "8 of 12 points not measured" in half
+    assert "nan" not in half
+    assert "Wanted" not in half
 
 
 def test_no_speed_up_of_an_arm_with_other_output():
