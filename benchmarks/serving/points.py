@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from scipy.stats import t
+from scipy import stats
 
 from av_triton import CostTable
 from benchmarks.resume import append_line, whole_lines
@@ -164,7 +164,7 @@ class Ratio(NamedTuple):
         if len(factors) < INTERVAL_FROM:
             return cls(mean, min(factors), max(factors))
         logs = [math.log(each) for each in factors]
-        half = t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        half = stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
         return cls(mean, mean * math.exp(-half), mean * math.exp(half))
 
     def __str__(self) -> str:

@@ -24,6 +24,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cost_table: a file that `av_triton.CostTable.save` or SGLang's SPS profiler wrote; None: the server measures its
         step costs when it starts, and keeps them for its next start.
     cost_cache: the folder where it keeps them; None: ~/.cache/av_triton.
+    cost_context: tokens that the requests have before them when it measures, for reading them is part of a request's
+        cost; best about as many as real requests have.
     coefficients: a file that fitted coefficients are loaded from at the start, if it exists, and saved to every
         `save_interval` decode steps and at shutdown.
     log_interval: decode steps between two lines in the log and two updates of /metrics; 0: none.
@@ -37,6 +39,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     settings: Settings = Settings()
     cost_table: str | None = None
     cost_cache: str | None = None
+    cost_context: int = 512
     coefficients: str | None = None
     save_interval: int = 10_000
     log_interval: int = 200
@@ -49,6 +52,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("save_interval", "log_interval", "refine_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: give a number of decode steps, or 0 for never")
+        if self.cost_context < 1:
+            raise ValueError(f"cost_context = {self.cost_context}: give a number of tokens, 1 or more")
         if self.settings.lag:
             raise ValueError(f"settings.lag = {self.settings.lag}: leave it out; it is that of SGLang's scheduler")
 

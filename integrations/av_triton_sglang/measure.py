@@ -21,8 +21,6 @@ from av_triton_sglang.flag import Config
 
 logger = logging.getLogger(__name__)
 
-# Positions that every made-up request attends to.
-CONTEXT = 512
 REPEATS = 3
 LEAST = 1e-6  # ms: costs are positive
 # Drafting is timed in these decode steps, after one that warms up; they verify all drafts.
@@ -39,6 +37,7 @@ def cache_file(config: Config, arguments: Any, device: str, captured: Sequence[i
         "packages": {name: version(name) for name in ("av-triton", "sglang", "torch")},
         "gpu": torch.cuda.get_device_name() if cuda else "cpu",
         "captured": captured,
+        "context": config.cost_context,
         **{
             name: getattr(arguments, name)
             for name in (
@@ -54,11 +53,12 @@ def cache_file(config: Config, arguments: Any, device: str, captured: Sequence[i
 
 
 class VerifyForward:
-    """The target's ragged verify forward over made-up requests, which live in the pool's dummy slot."""
+    """The target's ragged verify forward over made-up requests, which live in the pool's dummy slot. Each of their
+    tokens attends to `context` others, or as many as the pool has room for."""
 
-    def __init__(self, runner: Any, width: int, hidden_states: bool) -> None:
+    def __init__(self, runner: Any, width: int, hidden_states: bool, context: int) -> None:
         self._runner, self._width, self._hidden_states = runner, width, hidden_states
-        self._context = min(CONTEXT, runner.req_to_token_pool.req_to_token.shape[1] - width)
+        self.context = min(context, runner.req_to_token_pool.req_to_token.shape[1] - width)
 
     def __call__(self, tokens: int, requests: int | None = None) -> None:
         """tokens: at most max_requests * width. requests: at most `tokens`; None: as few as can hold them."""
@@ -72,9 +72,9 @@ class VerifyForward:
         # A size that was captured is replayed, others run eagerly.
         layout = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=lengths, device=device, grid=[tokens])
         zeros = torch.zeros(tokens, dtype=torch.int64, device=device)
-        positions = torch.full((tokens,), self._context, dtype=torch.int64, device=device)
+        positions = torch.full((tokens,), self.context, dtype=torch.int64, device=device)
         mode = CaptureHiddenMode.FULL if self._hidden_states else CaptureHiddenMode.NULL
-        committed = torch.full((rows,), self._context, dtype=torch.int64)
+        committed = torch.full((rows,), self.context, dtype=torch.int64)
         extended = committed + torch.tensor(lengths)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,

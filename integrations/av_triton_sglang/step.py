@@ -316,7 +316,7 @@ class StepContext:
             self._put_in_force(cached, f"{self._cache} (measured before)")
             return
         width = self.num_draft_positions + 1
-        forward = measure.VerifyForward(target_runner, width, hidden_states)
+        forward = measure.VerifyForward(target_runner, width, hidden_states, self.config.cost_context)
         self._verify_costs = measure.measure_verify(forward, self._slots.shape[0], width, captured, self.ranks.is_first)
         self._clock = measure.DraftClock()
 

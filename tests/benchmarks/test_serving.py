@@ -11,6 +11,7 @@ from av_triton import CostTable
 from av_triton.snapshot import Snapshot
 from benchmarks.serving import bench, models
 from benchmarks.serving.bench import Bench, Plan, Results, Turn
+from benchmarks.serving.engine import measured
 from benchmarks.serving.points import (
     Arm,
     Difference,
@@ -284,3 +285,25 @@ def test_the_files(tmp_path):
     assert len((tmp_path / "points.csv").read_text().splitlines()) == 1 + 12
     bench.picture(tmp_path / "picture.png", found)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+class FakeEngine:
+    """Its first runs begin before the last of 4 requests has come."""
+
+    def __init__(self, late):
+        self.late, self.runs = late, 0
+
+    def send(self, job):
+        self.runs += 1
+
+    def recv(self):
+        requests = 3 if self.runs <= self.late else 4
+        return 1.0, [Step(requests, 8, 4, 9.0, 9.0, 5.0, 5.0)], [[1]] * 4
+
+
+def test_a_run_without_a_step_of_all_requests_is_repeated():
+    engine = FakeEngine(late=2)
+    assert measured(engine, [[1]] * 4, length=3, concurrency=4)[1][0].requests == 4
+    assert engine.runs == 3
+    with pytest.raises(RuntimeError, match="in 5 runs of 4 requests of 3 tokens, no decode step had 4 of them"):
+        measured(FakeEngine(late=9), [[1]] * 4, length=3, concurrency=4)

@@ -32,6 +32,7 @@ def test_configuration_is_text_or_a_file(tmp_path: Path) -> None:
     [
         ('{"costs": "x"}', r"unknown field `costs`.*the fields are settings, cost_table"),
         ('{"settings": {"exploration": 2}}', r"Settings.exploration = 2.*give a share"),
+        ('{"cost_context": 0}', r"cost_context = 0: give a number of tokens"),
         ('{"log_interval": -1}', r"log_interval = -1: give a number of decode steps"),
         ('{"dspark_head": "mine"}', r"dspark_head"),
         ('{"log_interval": ', r"--adaptive-verification-config: .*truncated"),

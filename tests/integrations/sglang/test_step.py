@@ -176,9 +176,10 @@ def test_a_position_scored_after_the_verdicts_waits_for_the_next_step(tmp_path: 
 
 
 def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
+    config = {"cost_table": None, "cost_cache": str(tmp_path / "cache")}
+    each, contexts = context(tmp_path, **config), []
     verify = CostTable(draft=[(1, 1e-6)], verify=[(1, 2.0), (40, 80.0)])
-    monkeypatch.setattr(measure, "measure_verify", lambda *_: verify)
+    monkeypatch.setattr(measure, "measure_verify", lambda forward, *_: contexts.append(forward.context) or verify)
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(SLOTS, 2048)))
     monkeypatch.setattr(graphs, "captured_sizes", lambda runner: None)
     assert each.verifier.status().reason.startswith("no cost table")
@@ -191,9 +192,13 @@ def test_costs_are_put_in_force_after_the_timed_steps(tmp_path: Path, monkeypatc
     [kept] = (tmp_path / "cache").iterdir()
     assert each.cost_source == f"measured at start-up, kept in {kept}"
     assert CostTable.load(kept).verify == verify.verify
-    again = context(tmp_path, cost_table=None, cost_cache=str(tmp_path / "cache"))
+    again, longer, longest = (context(tmp_path, **config, cost_context=n) for n in (512, 1024, 4096))
     again.measure_costs(runner, hidden_states=True)
     assert again.cost_source == f"{kept} (measured before)"
+    for other in (longer, longest):
+        other.measure_costs(runner, hidden_states=True)
+    # No longer than the rows of the request pool, where the drafts go too.
+    assert contexts == [512, 1024, 2048 - K - 1]
 
 
 def test_what_a_request_costs_is_no_price_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
