@@ -341,7 +341,7 @@ class AcceptanceEstimator:
         x = logits.reshape(rows, count, vocab)
         for start in range(0, max(rows, 1), few):
             part = slice(start, start + few)
-            t = value if temperature is None else temperature[part, None].expand(-1, count)
+            t = (value if value != 1.0 else None) if temperature is None else temperature[part, None].expand(-1, count)
             yield x[part], t, part
 
     def _sample_torch(
@@ -363,7 +363,10 @@ class AcceptanceEstimator:
         self._row_tokens[: len(slots), columns] = tokens.masked_fill(nobody, 0)
         self._row_normalisers[: len(slots), columns] = normalisers.float().masked_fill(nobody, -torch.inf)
         self._store(f.float(), slots, first)
-        self._store_law(logits, slots, first, count, temperature, value, tokens)
+        self._store_law(logits, slots, first, count, temperature, value, None if seeds is None else tokens)
+        if seeds is None and self.state.gaps is not None:
+            real = ~nobody[:, 0]  # where the argmax is no distance from itself
+            self.state.gaps[slots[real].long(), columns] = torch.where(f[real] > INVALID, 0.0, torch.nan).float()
 
     def _store(self, f: torch.Tensor, slots: torch.Tensor, first: int) -> None:
         """Features float32 [B, k] of the positions from `first` on, and their scores."""

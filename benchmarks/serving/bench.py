@@ -85,7 +85,8 @@ Ratios are of tokens per CPU second, geometric means over the passes, with the 9
 of fewer than 4 passes the lowest and the highest are given instead. "over fixed": over the same fixed length, "by the
 clock" the same in tokens/s; the best fixed length is in brackets. "all / none": the target's forward with all drafts,
 in the fixed arm, over that with none, in plain decoding. "ms per draft": what the arm plans with for a verified draft,
-from none to all.
+from none to all. "own ms": CPU time of scoring, planning and learning in a step (median); for DFLASH the drafts' argmax
+is in it, which SGLang takes elsewhere.
 """
 console = Console(width=None if sys.stdout.isatty() else 140)
 
@@ -419,6 +420,7 @@ NUMBERS = {
     "verified per token": ("verified_per_token", ".2f"),
     "step ms": ("step_ms", ".1f"),
     "target ms": ("target_ms", ".1f"),
+    "own ms": ("own_cpu_ms", ".1f"),
 }
 
 
@@ -444,7 +446,7 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
             [
                 str(arm),
                 str(concurrency),
-                _text(found.growth(arm, concurrency)),
+                "" if (growth := found.growth(arm, concurrency)) is None else f"{growth.mean:.2f}",
                 f"{found.planned(arm, concurrency):.2f}",
                 _text(found.ratio(arm, same, concurrency, "throughput")),
                 _text(found.ratio(arm, same, concurrency)),
@@ -523,7 +525,8 @@ def steps_beside(found: Results, arm: Arm, other: Arm, concurrency: int) -> str:
     rest = [each.step_ms - each.target_ms for each in (mine, theirs)]
     return (
         f"a step's target took {mine.target_ms:.0f} ms for {tokens[0]:.0f} tokens against {theirs.target_ms:.0f} for "
-        f"{tokens[1]:.0f}, the rest of the step {rest[0]:.0f} against {rest[1]:.0f}, and gave "
+        f"{tokens[1]:.0f}, the rest of the step {rest[0]:.0f} ({mine.own_cpu_ms:.0f} of scoring, planning and "
+        f"learning) against {rest[1]:.0f}, and it gave "
         f"{mine.accept_length:.2f} tokens per request against {theirs.accept_length:.2f}"
     )
 
@@ -543,7 +546,7 @@ def verdicts(found: Results) -> dict[str, list[str]]:
             if value is not None:
                 state = "held" if value.low >= least else "missed" if value.high < least else "open"
                 why = f"; {steps_beside(found, arm, other, concurrency)}" if state == "missed" else ""
-                lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}{why}")
+                lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}, {least:.2f} is wanted{why}")
     return lines
 
 

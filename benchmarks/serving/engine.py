@@ -140,10 +140,13 @@ def _record_steps(path: Path) -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+    from av_triton import AdaptiveVerifier
+
     path.write_text("")
     forward, process = TpModelWorker.forward_batch_generation, Scheduler.process_batch_result
     ended: tuple[float, float] | None = None  # `_clocks` at the end of the batch before
     target = [0.0, 0.0]  # milliseconds of the target's forwards since then
+    own = 0.0  # of the verifier's calls
 
     @functools.wraps(forward)
     def timed_forward(worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,9 +156,20 @@ def _record_steps(path: Path) -> None:
             target[:] = [sum(each) for each in zip(target, _since(start), strict=True)]
         return result
 
+    def timed_call(call: Any) -> Any:
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal own
+            start = _clocks()
+            result = call(*args, **kwargs)
+            own += _since(start)[1]
+            return result
+
+        return timed
+
     @functools.wraps(process)
     def timed_process(scheduler: Any, batch: Any, result: Any) -> None:
-        nonlocal ended
+        nonlocal ended, own
         requests, width = list(batch.reqs), result.speculative_num_draft_tokens or 1
         verified = len(requests) * width if result.cap_lens is None else int(result.cap_lens.sum())
         before = sum(len(each.output_ids) for each in requests)
@@ -163,14 +177,16 @@ def _record_steps(path: Path) -> None:
         if batch.forward_mode.is_decode() and ended is not None:
             emitted = sum(len(each.output_ids) for each in requests) - before
             (ms, cpu_ms), (target_ms, target_cpu_ms) = _since(ended), target
-            step = Step(len(requests), verified, emitted, ms, cpu_ms, target_ms, target_cpu_ms)
+            step = Step(len(requests), verified, emitted, ms, cpu_ms, target_ms, target_cpu_ms, own)
             with path.open("ab") as file:
                 file.write(msgspec.json.encode(step) + b"\n")
-        target[:] = 0.0, 0.0
+        target[:], own = (0.0, 0.0), 0.0
         ended = _clocks()
 
     TpModelWorker.forward_batch_generation = timed_forward
     Scheduler.process_batch_result = timed_process
+    for name in ("sample", "score", "plan", "observe"):
+        setattr(AdaptiveVerifier, name, timed_call(getattr(AdaptiveVerifier, name)))
 
 
 def _clocks() -> tuple[float, float]:

@@ -23,7 +23,8 @@ class Step(NamedTuple):
 
     verified: tokens that went through the target, one bonus row per request included. emitted: tokens that the requests
     got, at most what they had asked for. ms: from the end of the batch before to the end of this one. cpu_ms: of the
-    scheduler process, all its threads. target_ms, target_cpu_ms: of these, the target's forward.
+    scheduler process, all its threads. target_ms, target_cpu_ms: of these, the target's forward. own_cpu_ms: scoring,
+    planning and learning.
     """
 
     requests: int
@@ -33,6 +34,7 @@ class Step(NamedTuple):
     cpu_ms: float
     target_ms: float
     target_cpu_ms: float
+    own_cpu_ms: float = 0.0
 
 
 class Arm(NamedTuple):
@@ -88,8 +90,8 @@ class Figures:
 
     throughput: emitted tokens per second. per_user: the same per request. cpu_throughput: emitted tokens per second of
     the scheduler's CPU time. accept_length: tokens per request and step. verified_per_token: tokens through the target
-    per emitted token. step_ms, target_ms, target_cpu_ms: medians. target_share: of the steps' time, spent in the
-    target's forward.
+    per emitted token. step_ms, target_ms, target_cpu_ms, own_cpu_ms: medians. target_share: of the steps' time, spent
+    in the target's forward.
     """
 
     throughput: float
@@ -100,6 +102,7 @@ class Figures:
     step_ms: float
     target_ms: float
     target_cpu_ms: float
+    own_cpu_ms: float
     target_share: float
     steps: int
 
@@ -112,7 +115,7 @@ class Figures:
             raise ValueError(
                 f"{points[0].arm}: no decode step with {concurrency} requests; serve at least {concurrency} of them"
             )
-        rows, verified, emitted, ms, cpu_ms, target_ms, _ = (sum(column) for column in zip(*steps, strict=True))
+        rows, verified, emitted, ms, cpu_ms, target_ms, *_ = (sum(column) for column in zip(*steps, strict=True))
         return cls(
             throughput=emitted / ms * 1e3,
             per_user=emitted / ms * 1e3 / concurrency,
@@ -122,6 +125,7 @@ class Figures:
             step_ms=statistics.median(step.ms for step in steps),
             target_ms=statistics.median(step.target_ms for step in steps),
             target_cpu_ms=statistics.median(step.target_cpu_ms for step in steps),
+            own_cpu_ms=statistics.median(step.own_cpu_ms for step in steps),
             target_share=target_ms / ms,
             steps=len(steps),
         )

@@ -139,18 +139,18 @@ def test_other_layers_have_other_checkpoints(tmp_path, monkeypatch):
 def test_the_figures_of_a_point():
     steps = [
         Step(requests=2, verified=8, emitted=3, ms=30.0, cpu_ms=20.0, target_ms=15.0, target_cpu_ms=1.0),
-        Step(requests=2, verified=4, emitted=5, ms=50.0, cpu_ms=20.0, target_ms=25.0, target_cpu_ms=1.0),
+        Step(2, 4, 5, 50.0, cpu_ms=20.0, target_ms=25.0, target_cpu_ms=1.0, own_cpu_ms=0.5),
         Step(
             requests=1, verified=4, emitted=4, ms=500.0, cpu_ms=500.0, target_ms=500.0, target_cpu_ms=1.0
         ),  # the last request, alone
-        Step(requests=2, verified=8, emitted=2, ms=20.0, cpu_ms=10.0, target_ms=10.0, target_cpu_ms=1.0),
+        Step(2, 8, 2, 20.0, cpu_ms=10.0, target_ms=10.0, target_cpu_ms=1.0, own_cpu_ms=0.7),
     ]
     recorded = Point(
         arm=TWO, repetition=0, concurrency=2, requests=3, length=9, seconds=1.0, steps=steps, outputs=[]
     )  # fmt: skip
     figures = Figures.of([recorded])
     # 10 tokens in 100 ms of three steps of two requests, with 20 tokens verified.
-    assert astuple(figures) == pytest.approx((100.0, 50.0, 200.0, 10 / 6, 2.0, 30.0, 15.0, 1.0, 0.5, 3))
+    assert astuple(figures) == pytest.approx((100.0, 50.0, 200.0, 10 / 6, 2.0, 30.0, 15.0, 1.0, 0.5, 0.5, 3))
     with pytest.raises(ValueError, match="no decode step with 4 requests; serve at least 4"):
         Figures.of(
             [Point(**{name: getattr(recorded, name) for name in recorded.__struct_fields__} | {"concurrency": 4})]
@@ -207,7 +207,7 @@ def test_the_tables():
     columns, rows = bench.adaptive_rows(found)
     assert [len(row) for row in rows] == [len(columns)] * 2
     # The target at 1 request: 9.5 ms over 7.5; at 4: 20 over 12. The best fixed length is 1.
-    assert [row[2] for row in rows] == ["1.27 [1.27, 1.27]", "1.67 [1.67, 1.67]"]
+    assert [row[2] for row in rows] == ["1.27", "1.67"]
     # By the table 8 drafts at 4 requests cost 16 ms.
     assert [row[3] for row in rows] == ["0.00", "2.00"]
     # By the clock 125 over 80 ms; in CPU time 14.5, 13.5 and 12.5 ms with 2, 1 and no drafts.
@@ -223,17 +223,18 @@ def test_what_is_claimed():
     """By CPU time: as drafting and the target take 14.5 and 25 ms with 2 drafts, 13.5 and 21 with 1."""
     points = [*both(PLAIN, 200.0), *both(ONE, 100.0), *both(TWO, 120.0), *both(ADAPTIVE, 125.0)]
     assert bench.verdicts(results(points)) == {
-        "held": ["DFLASH adaptive 2, 1 at a time: 1.00 [1.00, 1.00] of DFLASH fixed 2"],
+        "held": ["DFLASH adaptive 2, 1 at a time: 1.00 [1.00, 1.00] of DFLASH fixed 2, 0.98 is wanted"],
         "missed": [
-            "DFLASH adaptive 2, 4 at a time: 0.84 [0.84, 0.84] of DFLASH fixed 1; a step's target took 31 ms for 12 "
-            "tokens against 25 for 8, the rest of the step 94 against 75, and gave 2.00 tokens per request against 2.00"
+            "DFLASH adaptive 2, 4 at a time: 0.84 [0.84, 0.84] of DFLASH fixed 1, 1.00 is wanted; a step's target took "
+            "31 ms for 12 tokens against 25 for 8, the rest of the step 94 (0 of scoring, planning and learning) "
+            "against 75, and it gave 2.00 tokens per request against 2.00"
         ],
         "open": [],
     }
     points[-1] = point(ADAPTIVE, 1, 4, emitted=12)
     assert results(points).noise() == pytest.approx((1.0, 1.5))
     assert bench.verdicts(results(points))["open"] == [
-        "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1"
+        "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1, 1.00 is wanted"
     ]
 
 
