@@ -545,7 +545,7 @@ def verdicts(found: Results) -> dict[str, list[str]]:
             value = found.ratio(arm, other, concurrency)
             if value is not None:
                 state = "held" if value.low >= least else "missed" if value.high < least else "open"
-                why = f"; {steps_beside(found, arm, other, concurrency)}" if state == "missed" else ""
+                why = "" if state == "held" else f"; {steps_beside(found, arm, other, concurrency)}"
                 lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}, {least:.2f} is wanted{why}")
     return lines
 

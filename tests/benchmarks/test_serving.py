@@ -233,9 +233,8 @@ def test_what_is_claimed():
     }
     points[-1] = point(ADAPTIVE, 1, 4, emitted=12)
     assert results(points).noise() == pytest.approx((1.0, 1.5))
-    assert bench.verdicts(results(points))["open"] == [
-        "DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1, 1.00 is wanted"
-    ]
+    [line] = bench.verdicts(results(points))["open"]
+    assert line.startswith("DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1, 1.00 is wanted; a ")
 
 
 @pytest.mark.parametrize("gate, served", [(5, "sampled"), (0, "closed")])
