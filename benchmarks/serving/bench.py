@@ -75,6 +75,9 @@ SGLang's own options, `--speculative-num-draft-tokens` and, for DSPARK, `--specu
 SGLang 0.5.23 has `--speculative-adaptive` for EAGLE and EAGLE3 only; with these drafters it warns and stays static. It
 is no arm here, for there is no trained EAGLE drafter for this target.
 
+DFLASH and DSPARK draft a whole block, whatever is verified of it: a short fixed length drafts less.
+STANDALONE drafts to the planned depth.
+
 "adaptive" plans by the step costs that the server measures when it starts, "profiled" by the medians of the steps of
 plain decoding and of the fixed arms in the first pass. Every engine had served the same prompts once before what is
 measured, so prompts are cached and coefficients learned. With DFLASH and DSPARK both learn a head too, as is the
