@@ -377,14 +377,15 @@ class Results:
             return []
         return [name for name, gate in zip(saved.strata, saved.gates[HEAD], strict=True) if gate > 0]
 
-    def noise(self) -> tuple[float, float]:
-        """(median, largest) factor between the CPU throughputs of one arm at one concurrency in two passes."""
+    def noise(self) -> tuple[float, float] | None:
+        """(median, largest) factor between the CPU throughputs of one arm at one concurrency in two passes; None where
+        nothing was measured twice."""
         factors = [
             max(rates) / min(rates)
             for points in self.points.values()
             if len(rates := [Figures.of([point]).cpu_throughput for point in points]) > 1
         ]
-        return (statistics.median(factors), max(factors)) if factors else (math.nan, math.nan)
+        return (statistics.median(factors), max(factors)) if factors else None
 
     def planned(self, arm: Arm, concurrency: int) -> float:
         """Milliseconds per verified draft by the arm's own table, from none to all; NaN without a table."""
@@ -453,7 +454,7 @@ def adaptive_rows(found: Results) -> tuple[list[str], Rows]:
                 f"{found.planned(arm, concurrency):.2f}",
                 _text(found.ratio(arm, same, concurrency, "throughput")),
                 _text(found.ratio(arm, same, concurrency)),
-                f"{_text(found.ratio(arm, best, concurrency))} ({best.length})",
+                "" if (value := found.ratio(arm, best, concurrency)) is None else f"{value} ({best.length})",
                 _text(found.ratio(arm, Arm(arm.drafter, PLAIN, 0), concurrency)),
             ]
         )
@@ -535,8 +536,8 @@ def steps_beside(found: Results, arm: Arm, other: Arm, concurrency: int) -> str:
 
 
 def verdicts(found: Results) -> dict[str, list[str]]:
-    """Every case of what is wanted (see `claims`): "held" or "missed" where the whole interval says so, else
-    "open"."""
+    """Every case of what is wanted (see `claims`): "held" or "missed" where the whole interval says so, else "open",
+    as it is with one pass, which has no interval."""
     lines: dict[str, list[str]] = {"missed": [], "open": [], "held": []}
     for arm, concurrency in found.adaptive():
         cases = []
@@ -547,20 +548,24 @@ def verdicts(found: Results) -> dict[str, list[str]]:
         for other, least in cases:
             value = found.ratio(arm, other, concurrency)
             if value is not None:
-                state = "held" if value.low >= least else "missed" if value.high < least else "open"
+                passes = min(len(found.points[each, concurrency]) for each in (arm, other))
+                settled = "held" if value.low >= least else "missed" if value.high < least else "open"
+                state = settled if passes > 1 else "open"
                 why = "" if state == "held" else f"; {steps_beside(found, arm, other, concurrency)}"
                 lines[state].append(f"{arm}, {concurrency} at a time: {value} of {other}, {least:.2f} is wanted{why}")
     return lines
 
 
 def claims(found: Results) -> str:
+    growths = [each for arm in found.adaptive() if (each := found.growth(*arm)) is not None]
+    nowhere = bool(growths) and max(growths).mean < COMPUTE_BOUND
     wrong = [f"{arm}: output differs, no speed-up is claimed" for arm, each in found.equality.items() if not each.good]
     lines = [
         f"Wanted, by CPU time: where verification is compute-bound (all drafts cost the target {COMPUTE_BOUND} times "
         f"what none cost, or more) no fixed length is faster; at 1 and 2 requests at least {1 - BYPASS_LOSS} of the "
-        "same fixed length. A state is what the whole interval says.\n",
+        "same fixed length. A state is what the whole interval says; one pass has none and leaves all open.\n",
         *(f"- {line}" for line in wrong),
-        *([] if any(compute_bound(found, *each) for each in found.adaptive()) else ["- Nowhere compute-bound here."]),
+        *(["- Nowhere compute-bound here."] if nowhere else []),
         *(f"- {state}: {line}" for state, of_state in verdicts(found).items() for line in of_state),
     ]
     return "\n".join(lines) + "\n"
@@ -633,11 +638,13 @@ def page(form: str, found: Results) -> str:
     requests = ", ".join(f"{count} at {each}" for each, count in plan.requests.items())
     open_points = len(plan.keys()) - sum(map(len, found.points.values()))
     state = f" ({open_points} of {len(plan.keys())} points not measured)" if open_points else ""
-    about = (
-        f"{plan.length} new tokens per request; requests by concurrency: {requests}; {plan.passes} passes{state}. "
-        "The machine's noise: between passes the tokens per CPU second of one arm at one concurrency differ by a "
-        "factor of {:.2f} (median), {:.2f} at most.".format(*found.noise())
-    )
+    passes = "1 pass" if plan.passes == 1 else f"{plan.passes} passes"
+    about = f"{plan.length} new tokens per request; requests by concurrency: {requests}; {passes}{state}."
+    if (noise := found.noise()) is not None:
+        about += (
+            " The machine's noise: between passes the tokens per CPU second of one arm at one concurrency differ by a "
+            f"factor of {noise[0]:.2f} (median), {noise[1]:.2f} at most."
+        )
     parts = [f"### {form}\n"]
     if HEADED in {arm.kind for arm in plan.arms}:
         parts += [

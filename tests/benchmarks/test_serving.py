@@ -237,6 +237,15 @@ def test_what_is_claimed():
     assert line.startswith("DFLASH adaptive 2, 4 at a time: 1.03 [0.84, 1.26] of DFLASH fixed 1, 1.00 is wanted; a ")
 
 
+def test_one_pass_says_nothing():
+    arms = (PLAIN, 200.0), (ONE, 100.0), (TWO, 120.0), (ADAPTIVE, 125.0)
+    plan = PLAN._replace(groups=(DFLASH,), passes=1)
+    found = Results(plan, [each for arm, ms in arms for each in both(arm, ms)[:2]], lambda found: [], {}, {})
+    assert {state: len(lines) for state, lines in bench.verdicts(found).items()} == {"missed": 0, "open": 2, "held": 0}
+    assert found.noise() is None
+    assert "; 1 pass.\n" in bench.page("Quick form", found)
+
+
 @pytest.mark.parametrize("gate, served", [(5, "sampled"), (0, "closed")])
 def test_a_head_is_compared_with_none(gate, served):
     headed, headless = (ADAPTIVE._replace(kind=each) for each in ("headed", "headless"))
@@ -275,8 +284,13 @@ def test_no_speed_up_of_an_arm_with_other_output():
 def test_what_has_no_point_is_left_out():
     found = results([*both(PLAIN, 200.0), point(ADAPTIVE, 0, 4)])
     assert [row[1] for row in bench.adaptive_rows(found)[1]] == ["4"]
+    assert bench.adaptive_rows(found)[1][0][4:7] == ["", "", ""]
     assert "DFLASH adaptive 2" in bench.page("Full form", found)
     assert "15 of 20 points not measured" in bench.page("Full form", found)
+    assert "Nowhere compute-bound" not in bench.claims(found)  # what all drafts cost is unknown
+    assert "Nowhere compute-bound" in bench.claims(
+        results([*both(PLAIN, 200.0)[:1], point(TWO, 0, 1), point(ADAPTIVE, 0, 1)])
+    )
 
 
 def test_the_files(tmp_path):
