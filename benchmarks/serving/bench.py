@@ -82,14 +82,16 @@ STANDALONE drafts to the planned depth.
 plain decoding and of the fixed arms in the first pass. Every engine had served the same prompts once before what is
 measured, so prompts are cached and coefficients learned. With DFLASH and DSPARK both learn a head too, as is the
 plug-in's default at this width (576) and vocabulary (49,152), and pay for it; it is not served before 4,096 labels,
-more than the quick form has. The arms of a table took turns at every concurrency, in every other pass backwards.
+more than six passes of the quick form have. The arms of a table took turns at every concurrency, in every other pass
+backwards.
 
 Ratios are of tokens per CPU second, geometric means over the passes, with the 95 % interval of the mean (Student's t);
 of fewer than 4 passes the lowest and the highest are given instead. "over fixed": over the same fixed length, "by the
 clock" the same in tokens/s; the best fixed length is in brackets. "all / none": the target's forward with all drafts,
 in the fixed arm, over that with none, in plain decoding. "ms per draft": what the arm plans with for a verified draft,
-from none to all. "own ms": CPU time of scoring, planning and learning in a step (median); for DFLASH the drafts' argmax
-is in it, which SGLang takes elsewhere.
+from none to all; planned costs never fall, so a size that took longer than larger ones makes those look free. "own ms":
+CPU time of scoring, planning and learning in a step (median); for DFLASH the drafts' argmax is in it, which SGLang
+takes elsewhere.
 """
 console = Console(width=None if sys.stdout.isatty() else 140)
 
