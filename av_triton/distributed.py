@@ -11,7 +11,7 @@ own, between two steps, at the interval that every replica counts on the host.
 import torch.distributed as dist
 
 from av_triton.estimator import AcceptanceEstimator
-from av_triton.ops.accumulate import CYCLE, REFITS
+from av_triton.ops.accumulate import CYCLE, REFITS, close_unsettled
 from av_triton.ops.refit import count_labels, refit
 from av_triton.verifier import AdaptiveVerifier
 
@@ -67,6 +67,7 @@ class ReplicaRefit:
         first = dist.get_global_rank(group, 0) if group is not None else 0
         for learned in (self._state.slopes, self._state.intercepts, self._state.labels):
             dist.broadcast(learned, src=first, group=group)
+        close_unsettled(self._state.gates, self._state.labels)
         self._state.sums.zero_()
         self._state.clock[CYCLE] = _NEVER_FULL
 

@@ -512,9 +512,10 @@ class AcceptanceEstimator:
         s.gates.copy_(-bounds)
         if snapshot.gates is not None:
             offset, head = self.settings.offset_prior is not None, s.head is not None and snapshot.head is not None
-            there = torch.tensor([offset, head], device=self.device)[:, None] & _accumulate.settled(s.labels)
+            there = torch.tensor([offset, head], device=self.device)[:, None]
             saved = torch.tensor(snapshot.gates, device=self.device).clamp(-bounds, bounds)
             s.gates.copy_(torch.where(there, saved, -bounds))
+            _accumulate.close_unsettled(s.gates, s.labels)
         if s.head is not None:
             self._load_head(s.head, snapshot.head)
         s.clock[_accumulate.CYCLE].clamp_(max=0)  # below 0 where `distributed.ReplicaRefit` refits

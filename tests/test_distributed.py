@@ -142,10 +142,13 @@ def test_what_the_first_replica_has_learned_keeps_its_weight(tmp_path: Path) -> 
         verifier.save(tmp_path / "fit.json")
         other = AdaptiveVerifier(ROWS, K, settings=settings(1))
         other.load(tmp_path / "fit.json")
+        other.estimator.state.gates.fill_(Q30)
         ReplicaRefit(other)
     finally:
         dist.destroy_process_group()
     assert torch.equal(other.estimator.state.labels, verifier.estimator.state.labels)
+    # Of the stratum with too few labels they are closed, whatever they were here.
+    assert (other.estimator.state.gates > 0).tolist() == [[False, True]] * 2
 
 
 def test_a_process_outside_of_the_group_is_told_so() -> None:

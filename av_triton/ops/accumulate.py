@@ -470,6 +470,12 @@ def settled(labels: torch.Tensor) -> torch.Tensor:
     return labels.clamp(max=SETTLED * Q30).sum(1) >= SETTLED * Q30
 
 
+def close_unsettled(gates: torch.Tensor, labels: torch.Tensor) -> None:
+    """Gates int64 [gate, S] of strata with too few labels: closed, for they could not close by themselves."""
+    bounds = torch.tensor(GATES, device=gates.device)[:, None]
+    gates.copy_(torch.where(settled(labels), gates, -bounds))
+
+
 def _gain_torch(
     state: EstimatorState,
     gate: int,

@@ -45,7 +45,7 @@ def keywords(arm: Arm, checkpoints: Path, kept: Path, highest: int) -> dict[str,
         engine["enable_adaptive_verification"] = True
         engine["adaptive_verification_config"] = {
             "cost_table" if arm.kind == PROFILED else "cost_cache": str(costs(arm, kept)),
-            "cost_context": 96,  # as the prompts have
+            "cost_context": 96,  # about what the prompts and half of an output have
             "coefficients": str(coefficients(arm, kept)),
             "save_interval": 20,
             "settings": {"refit_interval": 8},  # the runs are short

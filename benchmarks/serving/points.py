@@ -132,7 +132,7 @@ class Figures:
 
 
 def profiled_costs(points: Iterable[Point], arm: Arm) -> CostTable:
-    """Step costs for this arm in CPU time, medians over the steps at the full concurrency.
+    """Step costs for this arm in CPU time, medians over the steps of the first pass at the full concurrency.
 
     The target's forward by its tokens, of plain decoding and all fixed arms; the rest of a step by its requests, of the
     fixed arm of this length.
@@ -141,7 +141,8 @@ def profiled_costs(points: Iterable[Point], arm: Arm) -> CostTable:
     verify: dict[int, list[float]] = {}
     same = arm._replace(kind=FIXED)
     for point in points:
-        for step in point.steps if point.arm.kind in (PLAIN, FIXED) else ():
+        counts = point.arm.drafter == arm.drafter and point.arm.kind in (PLAIN, FIXED) and point.repetition == 0
+        for step in point.steps if counts else ():
             if step.requests == point.concurrency:
                 verify.setdefault(step.verified, []).append(step.target_cpu_ms)
                 if point.arm == same:

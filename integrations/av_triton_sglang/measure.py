@@ -164,6 +164,10 @@ def measure_verify(
         progress=progress,
     )
     each = request_cost(forward, max_requests, width)
+    times = [max(ms - each * fewest(n, width), LEAST) for n, ms in table.verify]
+    # A size that costs more than a larger one was measured in a slow moment, or has a slow kernel of its own; the table
+    # never falls, and would hide what the sizes above it cost.
+    verify = [(n, min(times[at:])) for at, (n, _) in enumerate(table.verify)]
     logger.info(
         "Adaptive verification: measured the cost of verifying 1 to %d tokens (%.2f to %.2f ms, %.3f ms of it for each "
         "request) in %.1f s.",
@@ -172,7 +176,7 @@ def measure_verify(
     return msgspec.structs.replace(
         table,
         draft=[(n, max(each * n, LEAST)) for n in sorted({1, max_requests})],
-        verify=[(n, max(ms - each * fewest(n, width), LEAST)) for n, ms in table.verify],
+        verify=verify,
     )
 
 

@@ -168,6 +168,8 @@ def test_the_costs_of_a_profiled_arm():
     points = [point(arm, 0, each) for arm in (PLAIN, ONE, TWO, ADAPTIVE) for each in (1, 4)]
     alone = Step(1, 3, 3, 900.0, 900.0, 900.0, 900.0)  # the last request of a batch of 4
     points[1] = msgspec.structs.replace(points[1], steps=[*points[1].steps, alone])
+    slow = [Step(4, 12, 4, 900.0, 900.0, 900.0, 900.0)] * 9
+    points += [msgspec.structs.replace(each, steps=slow) for each in (point(TWO, 1), point(OTHER))]  # do not count
     costs = profiled_costs(points, ADAPTIVE)
     # By tokens: plain decoding and both lengths, at 1 and at 4 requests. Drafting takes 5.
     assert costs.verify == [(1, 7.5), (2, 8.5), (3, 9.5), (4, 12.0), (8, 16.0), (12, 20.0)]

@@ -218,6 +218,20 @@ def test_what_a_request_costs_is_no_price_of_tokens(monkeypatch: pytest.MonkeyPa
     assert alone.verify[0] == (1, pytest.approx(5.0 + 1 + 3))
 
 
+def test_a_slow_size_does_not_hide_what_larger_ones_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def forward(tokens: int, requests: int | None = None) -> None:
+        nonlocal now
+        now += (5 + tokens + (30 if tokens == 6 else 0)) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    table = measure.measure_verify(forward, max_requests=8, width=K + 1, progress=False)
+    curve = table.dense(8, 8 * (K + 1)).verify
+    assert [float(curve[n]) for n in (4, 8, 16, 24)] == pytest.approx([9.0, 13.0, 21.0, 29.0])
+    assert float(curve[6]) == pytest.approx(13.0)
+
+
 def test_a_drafter_that_pays_per_position_drafts_as_deep_as_planned(tmp_path: Path) -> None:
     torch.manual_seed(0)
     each = context(tmp_path, autoregressive=True, settings=Settings(exploration=0.0))
