@@ -89,9 +89,8 @@ Ratios are of tokens per CPU second, geometric means over the passes, with the 9
 of fewer than 4 passes the lowest and the highest are given instead. "over fixed": over the same fixed length, "by the
 clock" the same in tokens/s; the best fixed length is in brackets. "all / none": the target's forward with all drafts,
 in the fixed arm, over that with none, in plain decoding. "ms per draft": what the arm plans with for a verified draft,
-from none to all; planned costs never fall, so a size that took longer than larger ones makes those look free. "own ms":
-CPU time of scoring, planning and learning in a step (median); for DFLASH the drafts' argmax is in it, which SGLang
-takes elsewhere.
+from none to all. "own ms": CPU time of scoring, planning and learning in a step (median); for DFLASH the drafts' argmax
+is in it, which SGLang takes elsewhere.
 """
 console = Console(width=None if sys.stdout.isatty() else 140)
 
