@@ -97,7 +97,7 @@ class KernelCase(msgspec.Struct, frozen=True):
         limits = LIMITS[self.name]
 
         def given(pointer: str) -> bool:
-            return bool(self.signature.get(pointer, "constexpr") != "constexpr")
+            return bool(self.signature[pointer] != "constexpr")
 
         unaligned = "row_stride" in self.signature and ["tt.divisibility", 16] not in self.attributes.get(
             (self.kernel.arg_names.index("row_stride"),), []
@@ -106,7 +106,7 @@ class KernelCase(msgspec.Struct, frozen=True):
             # The argmax takes one more, for the block in which a lane's maximum was met; the entropy, another running
             # sum, four, on sm_120 five; a token drawn before one load a row. They, and rows that start at any address,
             # take registers.
-            argmax, entropy, drawn = given("tokens"), given("part_t"), given("drawn")
+            argmax, entropy, drawn = given("tokens"), given("out_t") or given("entropies"), given("drawn")
             registers = 128 if argmax or entropy or drawn or unaligned else limits.registers
             per_logit = limits.per_logit + argmax + 5 * entropy + 0.5 * drawn
             limits = msgspec.structs.replace(limits, registers=registers, per_logit=per_logit)

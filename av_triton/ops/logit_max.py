@@ -269,22 +269,22 @@ def store_law(m, c, t, x, scale, at, entropies, gaps):
 
 
 @triton.jit
-def store_split(m, c, t, part_m, part_c, part_t, at, split):
-    tl.store(part_m + at + split, m)
-    tl.store(part_c + at + split, c)
-    if part_t is not None:
-        tl.store(part_t + at + split, t)
+def store_split(m, c, t, parts, part_stride, at, MOMENT: tl.constexpr):
+    tl.store(parts + at, m)
+    tl.store(parts + part_stride + at, c)
+    if MOMENT:
+        tl.store(parts + 2 * part_stride + at, t)
 
 
 @triton.jit
-def fold_splits(part_m, part_c, part_t, at, scale, SPLITS: tl.constexpr):
+def fold_splits(parts, part_stride, at, scale, SPLITS: tl.constexpr, MOMENT: tl.constexpr):
     """(m of every split, and m, c, t of the row)."""
-    ms = tl.load(part_m + at, cache_modifier=".cg")
-    cs = tl.load(part_c + at, cache_modifier=".cg")
+    ms = tl.load(parts + at, cache_modifier=".cg")
+    cs = tl.load(parts + part_stride + at, cache_modifier=".cg")
     ts = cs
-    if part_t is not None:
-        ts = tl.load(part_t + at, cache_modifier=".cg")
-    m, c, t = fold(ms, cs, ts, scale, SPLITS, part_t is not None)
+    if MOMENT:
+        ts = tl.load(parts + 2 * part_stride + at, cache_modifier=".cg")
+    m, c, t = fold(ms, cs, ts, scale, SPLITS, MOMENT)
     return ms, m, c, t
 
 
@@ -312,9 +312,8 @@ def logit_max_kernel(
     first_position,
     temperature,
     temperature_value,
-    part_m,
-    part_c,
-    part_t,
+    parts,
+    part_stride,
     part_token,
     ticket,
     out_m,
@@ -345,29 +344,29 @@ def logit_max_kernel(
     the splits, writes the result and resets the row's ticket for the next launch.
 
     Optional pointers are None when absent: out_m/out_c/out_t (partials), features, scores, row_scores, slots, strata,
-    offsets and gates, temperature; tokens (the argmax) and normalisers; part_t (the moment) and with it out_t or
-    entropies; gaps (of the argmax where there are `tokens`, else of `drawn`, or NaN). All are indexed by row, but
-    `features`, `scores`,
-    `offsets`, `entropies` and `gaps` by slot; `gates` by stratum.
+    offsets and gates, temperature; tokens (the argmax) and normalisers; out_t or entropies, for which the moment is
+    taken; gaps (of the argmax where there are `tokens`, else of `drawn`, or NaN). All are indexed by row, but
+    `features`, `scores`, `offsets`, `entropies` and `gaps` by slot; `gates` by stratum.
     """
     item, row, j, start, slot, position = place(logits, row_stride, position_stride, positions, first_position, slots)
     split = tl.program_id(1)
+    MOMENT: tl.constexpr = out_t is not None or entropies is not None
     if (slot >= 0) & (slot < num_slots):
         scale = scale_for(temperature_of(temperature, temperature_value, row))
         lo = split * chunk
         hi = tl.minimum(lo + chunk, vocab)
-        m, c, t, token = row_partial(start, lo, hi, scale, vocab, BLOCK, tokens is not None, part_t is not None)
+        m, c, t, token = row_partial(start, lo, hi, scale, vocab, BLOCK, tokens is not None, MOMENT)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS
-            store_split(m, c, t, part_m, part_c, part_t, at, split)
+            store_split(m, c, t, parts, part_stride, at + split, MOMENT)
             if tokens is not None:
                 tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
                 part = item.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
-                ms, m, c, t = fold_splits(part_m, part_c, part_t, part, scale, SPLITS)
+                ms, m, c, t = fold_splits(parts, part_stride, part, scale, SPLITS, MOMENT)
                 if tokens is not None:
                     token = first_of(ms, m, tl.load(part_token + part, cache_modifier=".cg"), vocab)
                 tl.store(ticket + item, 0)
@@ -435,10 +434,10 @@ def run(
         splits, chunk, block, warps = launch_shape(vocab, rows.element_size())
         m, c, t, feature, entropy = (*out, None, None) if partial else (None, None, None, *out[:2])
         logit_max_kernel[(n, splits)](
-            rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts[0], parts[1],
-            parts[2] if moment else None, None, ticket, m, c, t if moment else None, feature, None, None, None, n,
-            None, None, None, None, None, None, None, entropy if moment else None, None, None, None, None,
-            SPLITS=splits, BLOCK=block, P=1, num_warps=warps, **(register_ceiling() if moment else {}),
+            rows, rows.stride(0), 0, vocab, chunk, 1, 0, pointer, value, parts, parts.stride(0), None, ticket, m, c,
+            t if moment else None, feature, None, None, None, n, None, None, None, None, None, None, None,
+            entropy if moment else None, None, None, None, None, SPLITS=splits, BLOCK=block, P=1, num_warps=warps,
+            **(register_ceiling() if moment else {}),
         )  # fmt: skip
     first, second, third = (each.view(logits.shape[:-1]) for each in out)
     return first, second, third

@@ -156,10 +156,8 @@ def sample_kernel(
     seed_position_stride,
     temperature,
     temperature_value,
-    part_m,
-    part_c,
-    part_t,
-    part_y,
+    parts,
+    part_stride,
     part_token,
     ticket,
     features,
@@ -183,6 +181,8 @@ def sample_kernel(
     """As `logit_max_kernel`, with a token drawn by the seed of every row and position, int64."""
     item, row, j, start, slot, position = place(logits, row_stride, position_stride, positions, first_position, slots)
     split = tl.program_id(1)
+    MOMENT: tl.constexpr = entropies is not None
+    Y: tl.constexpr = 3 if MOMENT else 2
     if (slot >= 0) & (slot < num_slots):
         drawn_at = temperature_of(temperature, temperature_value, row)
         scale = scale_for(drawn_at)
@@ -190,21 +190,21 @@ def sample_kernel(
         hi = tl.minimum(lo + chunk, vocab)
         random = tl.where(drawn_at > 0.0, 1.0, 0.0)
         seed = tl.load(seeds + row * seed_stride + j * seed_position_stride)
-        m, c, t, y, token = _row_sample(start, lo, hi, scale, random, seed, vocab, BLOCK, part_t is not None)
+        m, c, t, y, token = _row_sample(start, lo, hi, scale, random, seed, vocab, BLOCK, MOMENT)
         last = True
         if SPLITS > 1:
             at = item.to(tl.int64) * SPLITS
-            store_split(m, c, t, part_m, part_c, part_t, at, split)
-            tl.store(part_y + at + split, y)
+            store_split(m, c, t, parts, part_stride, at + split, MOMENT)
+            tl.store(parts + Y * part_stride + at + split, y)
             tl.store(part_token + at + split, token)
             last = tl.atomic_add(ticket + item, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if last:
             if SPLITS > 1:
                 part = item.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
-                ys = tl.load(part_y + part, cache_modifier=".cg")
+                ys = tl.load(parts + Y * part_stride + part, cache_modifier=".cg")
                 y = tl.max(ys, 0)
                 token = tl.min(tl.where(ys == y, tl.load(part_token + part, cache_modifier=".cg"), vocab - 1), 0)
-                _ms, m, c, t = fold_splits(part_m, part_c, part_t, part, scale, SPLITS)
+                _ms, m, c, t = fold_splits(parts, part_stride, part, scale, SPLITS, MOMENT)
                 tl.store(ticket + item, 0)
             store_score(
                 m, c, row, slot, position, features, scores, row_scores, strata, slopes, intercepts, offsets, gates, P
@@ -268,23 +268,22 @@ def launch(
     drawn: torch.Tensor | None = None,
 ) -> None:
     """The kernel that draws, or without seeds the one that does not. logits [rows, ..., V]; seeds, and tokens `drawn`
-    before, of any strides; parts float32 [3, >= items * splits], or with entropies [4, ...]; outputs: the arguments
-    from `features` to `gaps`."""
+    before, of any strides; parts float32 [3, >= items * splits], or with entropies [4, ...]: m, c, then t, and y of a
+    draw; outputs: the arguments from `features` to `gaps`."""
     items, vocab = logits.shape[0] * positions, logits.shape[-1]
-    part_t = parts[3] if outputs[-2] is not None else None
     cut = (logits, logits.stride(0), position_stride, vocab)
     if seeds is None:
         splits, chunk, block, warps = launch_shape(vocab, logits.element_size())
         logit_max_kernel[(items, splits)](
-            *cut, chunk, positions, first, temperature, value, parts[0], parts[1], part_t, part_token, ticket, None,
+            *cut, chunk, positions, first, temperature, value, parts, parts.stride(0), part_token, ticket, None,
             None, None, *outputs, drawn, *_strides(drawn), SPLITS=splits, BLOCK=block, P=P, num_warps=warps,
-            **({} if part_t is None else register_ceiling()),
+            **({} if outputs[-2] is None else register_ceiling()),
         )  # fmt: skip
     else:
         splits, chunk, warps = sample_shape(vocab)
         sample_kernel[(items, splits)](
-            *cut, chunk, positions, first, seeds, *_strides(seeds), temperature, value, parts[0], parts[1], part_t,
-            parts[2], part_token, ticket, *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
+            *cut, chunk, positions, first, seeds, *_strides(seeds), temperature, value, parts, parts.stride(0),
+            part_token, ticket, *outputs, SPLITS=splits, BLOCK=BLOCK, P=P, num_warps=warps,
         )  # fmt: skip
 
 

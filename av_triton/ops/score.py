@@ -68,7 +68,7 @@ def _score_logits(
         parts, ticket = scratch(n, x.device)
         splits, chunk, block, warps = launch_shape(vocab, x.element_size())
         logit_max_kernel[(n, splits)](
-            x, x.stride(0), x.stride(1), vocab, chunk, positions, 0, temperature, value, parts[0], parts[1], None,
+            x, x.stride(0), x.stride(1), vocab, chunk, positions, 0, temperature, value, parts, parts.stride(0),
             None, ticket, None, None, None, f, p, None, None, x.shape[0], None, slope, intercepts.contiguous(), None,
             None, None, None, None, None, None, None, None, SPLITS=splits, BLOCK=block, P=positions, num_warps=warps,
         )  # fmt: skip
