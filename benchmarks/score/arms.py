@@ -1,5 +1,6 @@
 """What is compared, behind one interface: each scores a batch, then sees what came of it."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from av_triton import GREEDY, SAMPLED, AcceptanceEstimator, Settings
 from benchmarks.peers.adaptive_rule import PeerEstimator, cancelled
 from benchmarks.score.streams import Batch
-from benchmarks.traces.quality import drafts_for, logits_for
+from benchmarks.traces.quality import accepted_before_rejection, drafts_for, logits_for
 
 
 class Arm(Protocol):
@@ -20,6 +21,20 @@ class Arm(Protocol):
     def observe(self, batch: Batch) -> None:
         """Of the batch that was scored last."""
         ...
+
+
+class Redrawn:
+    """An arm that is taught by verdicts of its own, drawn once more for the same drafts."""
+
+    def __init__(self, inner: Arm) -> None:
+        self.inner, self.random = inner, np.random.default_rng((0, 1))  # no seed of a stream
+
+    def score(self, batch: Batch) -> npt.NDArray[np.floating]:
+        return self.inner.score(batch)
+
+    def observe(self, batch: Batch) -> None:
+        alpha = batch.rounds.alpha
+        self.inner.observe(replace(batch, accepted=accepted_before_rejection(self.random.random(alpha.shape) < alpha)))
 
 
 class Peer:

@@ -12,7 +12,7 @@ from av_triton.ops.accumulate import GATES, SETTLED
 from av_triton.ops.select import Q30
 from benchmarks.score import compare, scenarios
 from benchmarks.score.additions import CLIP, EVIDENCE_FROM, HEAD_BOUND, OFFSET_BOUND, Additions, Gate, Restated, labels
-from benchmarks.score.arms import Estimator, Peer
+from benchmarks.score.arms import Estimator, Peer, Redrawn
 from benchmarks.score.report import ARMS, ARTICLE, restated
 from benchmarks.score.streams import Rounds, batches, in_turn, joined, load, shuffled
 from tests.traffic import settle
@@ -274,6 +274,27 @@ def test_auc_and_ece_are_those_of_the_drafts():
     better = (alpha[:, None] > alpha).astype(float) + 0.5 * (alpha[:, None] == alpha)
     expected = up @ better @ down / (up.sum() * down.sum())
     assert result.auc(0) == pytest.approx(expected, abs=0.02)
+
+
+def test_redrawn_verdicts_are_others_with_the_same_probabilities():
+    class Counts:
+        def score(self, batch):
+            return batch.rounds.alpha
+
+        def observe(self, batch):
+            self.found.append((batch.accepted, own.accepted))
+
+    rounds = synthetic()
+    counts = Counts()
+    counts.found = []
+    arm = Redrawn(counts)
+    for own in batches(rounds, 8, shuffled(rounds, 5), 0):
+        assert arm.score(own) is own.rounds.alpha
+        arm.observe(own)
+    other, verdicts = (np.concatenate(each) for each in zip(*counts.found, strict=True))
+    assert (other != verdicts).mean() > 0.2
+    error = np.sqrt((other.var() + verdicts.var()) / len(other))
+    assert abs(other.mean() - verdicts.mean()) < 4 * error
 
 
 def test_worst_window_and_deepest_loss():
