@@ -97,7 +97,7 @@ class MetricsCollector:
             yield self._single(
                 "predicted_step_seconds", "Step times by the cost table", self._step_times.predicted_ms / 1e3
             )
-            yield self._single("measured_step_seconds", "Step times measured", self._step_times.measured_ms / 1e3)
+            yield self._single("step_seconds", "Step times measured", self._step_times.measured_ms / 1e3)
 
     def _single(self, name: str, text: str, value: float) -> "CounterMetricFamily":
         family = self._family(name, text)

@@ -66,6 +66,7 @@ CALLS = [
     ("score", ([[1.0]], ints(0, 1)), "logits are list: give a tensor, float32, bfloat16 or float16"),
     ("sample", (None, ints(0, 1)), "logits are NoneType: give a tensor"),
     ("score", (floats(2, K, V).int(), ints(0, 1)), "logits have dtype torch.int32: give float32, bfloat16 or float16"),
+    ("score", (floats(2, K, V).double(), ints(0, 1)), "logits have dtype torch.float64: give float32"),
     ("score", (meta(2, K, V, dtype=torch.float32), ints(0, 1)), "logits are on meta: move them to cpu"),
     ("score", (floats(2, K, 0), ints(0, 1)), r"logits have shape \(2, 3, 0\): the last dimension must be 1 to 262144"),
     ("score", (floats(1).expand(2, K, 262_145), ints(0, 1)), "must be 1 to 262144 tokens"),
@@ -362,6 +363,7 @@ def test_a_planner_alone_needs_scores_by_slot():
 W, B = torch.ones(1), floats(1, K)
 OPS = [
     ("logit_max", (floats(2, V).int(),), "logits have dtype torch.int32"),
+    ("logit_max", (floats(2, V).double(),), "logits have dtype torch.float64: give float32"),
     ("logit_max", (floats(()),), r"logits have shape \(\)"),
     ("logit_max", (floats(V, 2).t(),), "logits have stride 2 along the vocabulary"),
     ("logit_max", (floats(2, V), floats(3)), r"temperature has shape \(3,\): give one value"),

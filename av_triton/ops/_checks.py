@@ -11,7 +11,7 @@ INTEGERS = (torch.int32, torch.int64)
 def check_logits(logits: torch.Tensor, max_vocab: int) -> None:
     if not isinstance(logits, torch.Tensor):
         raise ValueError(f"logits are {type(logits).__name__}: give a tensor, float32, bfloat16 or float16")
-    if logits.dtype not in (*FLOATS, torch.float64):
+    if logits.dtype not in FLOATS:
         raise ValueError(f"logits have dtype {logits.dtype}: give float32, bfloat16 or float16")
     if logits.dim() < 1 or not 1 <= logits.shape[-1] <= max_vocab:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: the last dimension must be 1 to {max_vocab} tokens")
