@@ -27,14 +27,17 @@ class Redrawn:
     """An arm that is taught by verdicts of its own, drawn once more for the same drafts."""
 
     def __init__(self, inner: Arm) -> None:
-        self.inner, self.random = inner, np.random.default_rng((0, 1))  # no seed of a stream
+        self.inner = inner
+        self.random: np.random.Generator | None = None
 
     def score(self, batch: Batch) -> npt.NDArray[np.floating]:
         return self.inner.score(batch)
 
     def observe(self, batch: Batch) -> None:
-        alpha = batch.rounds.alpha
-        self.inner.observe(replace(batch, accepted=accepted_before_rejection(self.random.random(alpha.shape) < alpha)))
+        # Other draws for another order, which begins with other requests.
+        self.random = self.random or np.random.default_rng([*batch.at, *batch.accepted])
+        accepted = accepted_before_rejection(self.random.random(batch.rounds.alpha.shape) < batch.rounds.alpha)
+        self.inner.observe(replace(batch, accepted=accepted))
 
 
 class Peer:

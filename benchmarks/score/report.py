@@ -263,15 +263,17 @@ class Report:
             arm, against = list(HARM).index(each), list(HARM).index(other)
             so_far = {name: result.highest_mean(arm, against) for name, result in harm.items()}
             worse = [f"{name} ({value:+.4f})" for name, value in so_far.items() if value > BOUND]
+            named = f": {'; '.join(worse)}" if worse and each != REDRAWN else ""
             window = {name: result.worst_window(arm, against) for name, result in harm.items()}
             above, worst = sum(value > BOUND for value in window.values()), max(window, key=lambda name: window[name])
             deepest = max(result.deepest(arm, against) for result in harm.values())
+            why = " That is the luck of the verdicts, so all others are compared with the same labels."
             lines.append(
-                f"{each} against {other}, where additions could do harm: the mean over all labels so far is more than "
-                f"{BOUND} above at some point from {WINDOW:,} labels on, of any seed, in {len(worse)} of {len(harm)} "
-                f"scenarios{': ' if worse else ''}{'; '.join(worse)}; at its highest {max(so_far.values()):+.4f}. In "
-                f"windows of {WINDOW:,} labels in {above}, most in {worst} ({window[worst]:+.4f}); the last table has "
-                f"all. The largest sum that was lost: {deepest:.1f} nats."
+                f"{each} against {other}, in the scenarios where an addition could do harm: the mean over all labels "
+                f"so far is more than {BOUND} above at some point from {WINDOW:,} labels on, of any seed, in "
+                f"{len(worse)} of {len(harm)}{named}; at its highest {max(so_far.values()):+.4f}. In windows of "
+                f"{WINDOW:,} labels in {above}, most in {worst} ({window[worst]:+.4f}); the last table has all. The "
+                f"largest sum that was lost: {deepest:.1f} nats.{why if each == REDRAWN else ''}"
             )
         return lines
 
@@ -304,9 +306,7 @@ class Report:
             "are more than that where a gate opened again, where both were open, where many labels come in one step, "
             "and where a draft's expected loss is far from that of its label (one-hot rows). "
             f"Spread over {WINDOW:,} labels, {HEAD_BOUND:g} nats are {HEAD_BOUND / WINDOW:.3f}: no test on so few "
-            "labels can keep a promise below that. Nor would one show: the article's score, taught by other verdicts "
-            "on the same drafts, differs from itself by more. So what is judged is the mean so far, and with the same "
-            "labels."
+            "labels can keep a promise below that."
         )
         parts = [fill(what, WIDTH), fill(held, WIDTH), *(fill(line, WIDTH) for line in self.outcome())]
         parts += ["![Learning curves; sums of what was gained or lost](results-score.png)", fill(why, WIDTH)]

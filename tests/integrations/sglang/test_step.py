@@ -218,6 +218,22 @@ def test_what_a_request_costs_is_no_price_of_tokens(monkeypatch: pytest.MonkeyPa
     assert alone.verify[0] == (1, pytest.approx(5.0 + 1 + 3))
 
 
+@pytest.mark.parametrize("extra", [1.0, 4.0, 100.0])
+def test_requests_that_look_dear_leave_the_tokens_their_cost(monkeypatch: pytest.MonkeyPatch, extra: float) -> None:
+    """Only the tokens cost something, 5 ms and 20 us each; the one forward with all requests was slow."""
+    now = 0.0
+
+    def forward(tokens: int, requests: int | None = None) -> None:
+        nonlocal now
+        now += (5 + 0.02 * tokens + (extra if requests == 8 else 0)) / 1e3
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    table = measure.measure_verify(forward, max_requests=8, width=K + 1, progress=False)
+    assert [ms for _, ms in table.verify] == pytest.approx([4.9] * len(table.verify), abs=0.1)
+    whole = table.dense(8, 8 * (K + 1))
+    assert float(whole.verify[24] + whole.draft[8]) == pytest.approx(5 + 0.02 * 24)
+
+
 def test_a_slow_size_does_not_hide_what_larger_ones_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
