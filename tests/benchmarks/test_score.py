@@ -297,6 +297,17 @@ def test_redrawn_verdicts_are_others_with_the_same_probabilities():
     assert abs(other.mean() - verdicts.mean()) < 4 * error
 
 
+def test_redrawn_verdicts_differ_by_order_and_repeat():
+    def first_draw(seed):
+        arm, batch = Redrawn(Peer(3)), next(batches(rounds, 8, shuffled(rounds), seed))
+        arm.score(batch)
+        arm.observe(batch)
+        return arm.random.random()
+
+    rounds = synthetic()
+    assert first_draw(0) == first_draw(0) != first_draw(1)
+
+
 def test_worst_window_and_deepest_loss():
     steps = [[250.0, 100.0, 100.0 + gap] for gap in (-5, -5, 1, 1, 1, 1, -2, -2)]
     run = compare.Run([[0, 0, 1, 1, 1]], steps, np.zeros((2, 2, compare.GRID)).tolist())
