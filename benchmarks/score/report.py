@@ -82,9 +82,9 @@ HARM = {
     HEADLESS: lambda slots, positions, width, greedy: Estimator(slots, positions, exact=True),
     REDRAWN: lambda slots, positions, width, greedy: Redrawn(Restated(slots, positions, width, Additions(), greedy)),
 }
-# Who is compared with whom: the same labels and the same arithmetic, with and without the additions, for what the same
-# score with other labels differs by is more. One in float32 and one in float64 differ where p is within a few roundings
-# of 1, as on one-hot rows.
+# Who is compared with whom: other labels alone, then the same labels and the same arithmetic with and without the
+# additions, for what the same score with other labels differs by is more. One in float32 and one in float64 differ
+# where p is within a few roundings of 1, as on one-hot rows.
 HARM_PAIRS = (
     (REDRAWN, RESTATED), (EXACT, RESTATED), (VERDICTS, RESTATED), (ALL, EXACT), (OPEN, EXACT), (LIBRARY, HEADLESS),
 )  # fmt: skip
@@ -267,7 +267,10 @@ class Report:
             window = {name: result.worst_window(arm, against) for name, result in harm.items()}
             above, worst = sum(value > BOUND for value in window.values()), max(window, key=lambda name: window[name])
             deepest = max(result.deepest(arm, against) for result in harm.values())
-            why = " That is the luck of the verdicts, so all others are compared with the same labels."
+            why = (
+                " That is the luck of the verdicts, so the additions below are compared with the same labels; exact "
+                "labels by themselves cannot be."
+            )
             lines.append(
                 f"{each} against {other}, in the scenarios where an addition could do harm: the mean over all labels "
                 f"so far is more than {BOUND} above at some point from {WINDOW:,} labels on, of any seed, in "
